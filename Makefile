@@ -167,8 +167,6 @@ lint-text:
 
 bench: system venv plugin   ## the figures that the project promises
 	$(BIN)/python -m benchmarks.cases
-	$(BIN)/python -m benchmarks.cost
-	$(BIN)/python -m benchmarks.scale
 
 storms: system venv plugin  ## as root: a job on a cluster with real links, and what it must survive
 	$(BIN)/python -m benchmarks.storms $(STORMS_ARGS)

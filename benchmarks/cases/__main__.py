@@ -3,8 +3,8 @@
     python -m benchmarks.cases [NAME [SIZE=VALUE]...]... [--smallest] [--json FILE]
     python -m benchmarks.cases --list
 
-Without a name all cases run, each in a process of its own. Exit status 1 when a case failed, or when a single case
-missed a goal: in a run of several a goal may be missed because of the machine, so the table at the end shows it.
+Without a name all cases run, each in a process of its own. Exit status 1 if a case failed, or if a single case missed
+a goal. In a run of several the machine may cause that, so only the table at the end shows it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Result(msgspec.Struct):
     figures: list[Figure]
 
 
-def chosen_cases(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each named case with its sizes as text. Raises UserError."""
+def chosen_cases(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return each named case with its sizes as text. Raises UserError."""
     found: list[tuple[str, list[str]]] = []
     for word in words:
         if "=" not in word and word not in NAMES:
@@ -51,18 +51,18 @@ def chosen_cases(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             raise UserError(f"{word} belongs to no case: write the name of one before it", WRONG_USE)
         else:
             found[-1][1].append(word)
-    yield from found
+    return found
 
 
 def parse_sizes(module: Any, words: Sequence[str], smallest: bool) -> Any:
-    """Return the case's sizes with those that are given. Raises UserError."""
-    given = dict(word.split("=", 1) for word in words)
-    known = module.Sizes.__struct_fields__
-    if wrong := sorted(given.keys() - set(known)):
-        raise UserError(f"no size {wrong[0]}: choose from {', '.join(known)}", WRONG_USE)
+    """Return the case's sizes, changed by `words`. Raises UserError."""
+    changes = dict(word.split("=", 1) for word in words)
+    names = module.Sizes.__struct_fields__
+    if wrong := sorted(changes.keys() - set(names)):
+        raise UserError(f"no size {wrong[0]}: choose from {', '.join(names)}", WRONG_USE)
     usual = msgspec.structs.asdict(module.SMALLEST if smallest else module.Sizes())
     try:
-        return msgspec.convert(usual | given, module.Sizes, strict=False)
+        return msgspec.convert(usual | changes, module.Sizes, strict=False)
     except msgspec.ValidationError as error:
         raise UserError(f"{' '.join(words)}: {error}", WRONG_USE) from None
 
@@ -123,9 +123,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print("\n".join(titles()))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what a case has started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the processes of a case, too
     try:
-        chosen = list(chosen_cases(options.words)) or [(name, []) for name in NAMES]
+        chosen = chosen_cases(options.words) or [(name, []) for name in NAMES]
         if len(chosen) == 1:
             return run_here(*chosen[0], options.smallest, options.json)
     except UserError as error:

@@ -1,10 +1,9 @@
-"""The interval between checkpoints that `minutes="auto"` finds, beside the best fixed one, on the simulator's traces.
+"""The interval between checkpoints of `minutes="auto"` beside the best fixed one, on the simulator's traces.
 
-One job on all nodes of a trace. A loss of a node takes the work since the last checkpoint where the copies in memory do
-not cover it: always without copies; with them where it has a common cause with theirs, which is drawn, or comes before
-they are complete again. Overhead: what saves cost, and work done again, as a share of the time; the restarts
-themselves cost every interval the same. The best fixed interval is chosen with all the traces known. `auto` knows only
-its prior and what it has seen so far in its own trace.
+One job runs on all nodes of a trace. The loss of a node costs the work since the last checkpoint if no copies in memory
+cover it: without copies always; with them if the losses have a common cause, which is drawn, or follow each other too
+soon. The overhead is the time of saves and of repeated work; restarts cost the same with any interval. The best fixed
+interval is chosen with all traces known; `auto` knows its prior and the past of its own trace.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ TRACES: dict[str, tuple[int, Callable[[int], Trace]]] = {
     "llama3": (512, lambda seed: llama3(512, 30 * DAY, seed)),
     "rsc1": (256, lambda seed: rsc1(256, 30 * DAY, seed)),
 }
-SAVES = {"small": (0.05, 5.0), "large": (1.0, 120.0)}  # seconds: a save stops the training, is on disk
-INTERVALS = [30.0 * 2 ** (number / 4) for number in range(40)]  # intervals that are tried: 30 s to 7 h
+SAVES = {"small": (0.05, 5.0), "large": (1.0, 120.0)}  # seconds that a save stops the training, and in all
+INTERVALS = [30.0 * 2 ** (number / 4) for number in range(40)]  # fixed intervals: 30 s to 7 h
 
 
 def measure(sizes: Sizes, report: Report) -> None:
@@ -62,16 +61,16 @@ def measure(sizes: Sizes, report: Report) -> None:
 
 @dataclass(frozen=True)
 class JobTrace:
-    """One trace as a job sees it."""
+    """One trace for a job."""
 
     until: float
     """Length in seconds."""
     losses: Sequence[tuple[float, bool]]
-    """(seconds, whether a file is needed) of each node's loss."""
+    """(seconds, whether a file is needed) of each loss of a node."""
 
 
 def job_trace(trace: Trace, copies: bool, seed: int) -> JobTrace:
-    """Return what the trace means for a job with or without copies in memory."""
+    """Return a trace for a job with or without copies in memory."""
     draw, before, losses = random.Random(f"{trace.name}/{seed}"), -save_interval.RENEWAL, []
     for event in trace.events:
         if event.event != "fail" or event.failure.severity != 1:
@@ -83,8 +82,8 @@ def job_trace(trace: Trace, copies: bool, seed: int) -> JobTrace:
 
 
 def overhead(trace: JobTrace, cost: float, wait: Callable[[float, int], float]) -> float:
-    """Return the share of the time that is lost. wait(seconds, losses so far): from one checkpoint to the next."""
-    since, lost, seen = 0.0, 0.0, 0  # since: the last checkpoint
+    """Return the lost share of the time; wait(seconds, losses so far) is the time until the next checkpoint."""
+    since, lost, seen = 0.0, 0.0, 0  # time of the last checkpoint, seconds lost, losses
     for when, needed in [*trace.losses, (trace.until, False)]:
         while (due := since + wait(since, seen)) + cost <= when:
             since = due + cost
@@ -97,7 +96,7 @@ def overhead(trace: JobTrace, cost: float, wait: Callable[[float, int], float]) 
 
 
 def compare(name: str, copies: bool, save: tuple[float, float], seeds: int) -> tuple[float, float, float, float]:
-    """Return the overhead of auto and of the best fixed interval, that interval, and the usual last one of auto."""
+    """Return the overhead of auto and of the best fixed interval, that interval, and the median last one of auto."""
     nodes, make = TRACES[name]
     blocked, written = save
     cost = blocked + save_interval.LOAD * written

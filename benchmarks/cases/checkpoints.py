@@ -1,7 +1,7 @@
-"""A checkpoint of another format: read beside `torch.load` of the same bytes, exported beside a copy that is on disk.
+"""A checkpoint of another format: read beside `torch.load` of the same bytes, exported beside a copy to disk.
 
-The copy and the export take turns in coming first, and nothing of one stays for the other: who writes second gets
-memory that is slower to get, in a virtual machine up to three times.
+The copy and the export take turns in coming first, and each removes its files: the second one to write gets slower
+memory, in a virtual machine up to three times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYERS = 16
 
 
 def measure(sizes: Sizes, report: Report) -> None:
-    """Read and write the checkpoint again and again."""
+    """Read and export the checkpoint several times."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         new, source = folder / "new", folder / "dcp"
@@ -70,14 +70,14 @@ def write_checkpoint(folder: Path, gigabytes: float) -> dict[str, torch.Tensor]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return how long it takes."""
+    """Return the seconds of some work."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def copy(folder: Path, to: Path) -> None:
-    """Copy the files as a program does that reads and writes them, and have them on disk."""
+    """Copy the files by reading and writing, and sync them to disk."""
     to.mkdir()
     for path in folder.iterdir():
         with path.open("rb") as source, (to / path.name).open("wb") as target:
@@ -87,6 +87,6 @@ def copy(folder: Path, to: Path) -> None:
 
 
 def read_into(folder: Path, model: dict[str, torch.Tensor]) -> None:
-    """Put every tensor of the checkpoint into this model's, as a training that begins from it does."""
+    """Copy every tensor of the checkpoint into the model's, as a training does that begins from it."""
     for name, tensor in opening.index_of(folder).tensors.items():
         model[name].copy_(torch.from_numpy(tensor.read()))

@@ -1,7 +1,7 @@
 """From a fault to its classified event at the controller: a lost agent, an exit, an exception, a hang.
 
-A real unicrond (without Slurm), real agents, real ranks of the small GPT of the process tests. The time is from just
-before the fault's system call to the time of the event `failure_detected`, by the same machine's clock.
+The unicrond (without Slurm), agents and ranks are real. The time runs from just before the fault's system call to the
+time of the event `failure_detected`, by the same clock.
 """
 
 from __future__ import annotations
@@ -28,18 +28,23 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 SMALLEST = Sizes(1)
-GOALS = {"lost agent": 2.0, "process exit": 0.1, "exception": 0.1, "hang": None}  # a hang's hangs on the iteration
+GOALS = {
+    "lost agent": 2.0,
+    "process exit": 0.1,
+    "exception": 0.1,
+    "hang": None,
+}  # a hang: by the iteration
 SETTINGS = "allow_inject = true\nhang_floor_seconds = 0.25\nheartbeat_period = 1.0\nlease_periods = 1.8\n"
-NODES, LEARNED = 2, 13  # iterations after which a deadline is known
+NODES, LEARNED = 2, 13  # iterations until a deadline is known
 
 
 @dataclass(frozen=True)
 class Detection:
-    """One fault into slot 1, and what the controller made of it."""
+    """One fault in slot 1, and its event."""
 
     seconds: float
     usual: float
-    """Seconds of an iteration before."""
+    """Seconds of an iteration before the fault."""
     cause: str
     right_rank: bool
 
@@ -63,7 +68,7 @@ def measure(sizes: Sizes, report: Report) -> None:
 
 
 def wait_for_training(job: World) -> None:
-    """Wait until both nodes train again and the deadline is learned."""
+    """Wait until both nodes train again and the deadline is known."""
 
     def healed() -> bool:
         last = job.job().get("last_failure")
@@ -90,7 +95,7 @@ def detect(job: World, fault: str) -> Detection:
     if fault == "lost agent":
         job.agents[1].wait()
         job.start_agent(1)
-    elif fault == "exception":  # it strikes at the next micro-batch: the rank's clock says when
+    elif fault == "exception":  # it strikes at the next micro-batch, at a time that the rank notes
         event = next(event for event in job.events("failure_detected") if event["id"] == seen["id"])
         began = event.get("fault_at") or began
     return Detection(seen["detected_at"] - began, usual, seen["cause"], seen["slots"] == [1])

@@ -1,6 +1,6 @@
-"""The pure parts of detection: causes of unseen error texts, false alarms, slowdowns, and the time that they take.
+"""The pure parts of detection: causes of error texts, false alarms, slowdowns, and their times.
 
-The figures of the blind parts of the corpus at first sight are in docs/measurements.md.
+docs/measurements.md has the figures of each blind part of the corpus before it improved the rules.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def classification(entries: list[Entry], report: Report) -> None:
 
 
 def throughput(entries: list[Entry], seconds: float, report: Report) -> None:
-    """Print the time to load the table, and for a text: the best of several runs of a classifier without memory."""
+    """Print the time to load the table, and the best time of each text with a classifier that has no memory."""
     began = time.perf_counter()
     classifier = Classifier(load_table(tested=True))
     report.figure("loading the table", 1e3 * (time.perf_counter() - began), "ms")
@@ -92,7 +92,7 @@ def throughput(entries: list[Entry], seconds: float, report: Report) -> None:
     until = time.perf_counter() + seconds
     while time.perf_counter() < until or math.inf in best:
         for number, (text, channel) in enumerate(texts):
-            fresh = Classifier(classifier.table)  # it remembers no text
+            fresh = Classifier(classifier.table)  # without remembered texts
             began = time.perf_counter()
             fresh.text(text, channel)
             best[number] = min(best[number], time.perf_counter() - began)
@@ -104,11 +104,11 @@ def throughput(entries: list[Entry], seconds: float, report: Report) -> None:
 
 
 def distributions(rng: random.Random, count: int) -> dict[str, Callable[[int], float]]:
-    """Return functions of the iteration's number to its seconds."""
+    """Return functions from an iteration's number to its seconds."""
     recorded = json.loads((DATA / "iteration_times.json").read_text())["seconds"]
 
     def replay(number: int) -> float:
-        # Runs of 50 recorded iterations in random order keep the machine's own bursts.
+        # Spans of 50 recorded iterations in random order keep the machine's bursts.
         run_start = random.Random(number // 50).randrange(0, len(recorded) // 50) * 50
         return float(recorded[run_start + number % 50])
 
@@ -142,7 +142,7 @@ def false_alarms(count: int, report: Report) -> None:
 
 
 def slowdowns(report: Report) -> None:
-    """Count iterations until a slowdown of the whole job is reported (2 % noise), and stragglers that are named."""
+    """Count iterations until a slowdown of the whole job is reported, and the stragglers found, with 2 % noise."""
     for factor in (1.12, 1.2, 1.5):
         rng, seen = random.Random(2), []
         for _ in range(20):
@@ -156,7 +156,7 @@ def slowdowns(report: Report) -> None:
 
 
 def finds_straggler(seed: int) -> bool:
-    """Return whether one of 64 ranks is named whose backward pass takes 1.3 times as long."""
+    """Return whether the straggler of 64 ranks is found, whose backward pass takes 1.3 times as long."""
     rng = random.Random(seed)
     usual = {"data": 0.02, "forward": 0.3, "backward": 0.6, "step": 0.03}
     slow = rng.randrange(64)

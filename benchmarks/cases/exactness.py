@@ -1,9 +1,8 @@
 """The largest differences of healed runs from undisturbed ones, by layout and kind of training.
 
-Real ranks of a small GPT with gloo, each run against one of the same layout in which nothing fails. A rank is killed
-in the middle of its micro-batches, another time after its reduce has begun. "struck" is the reduced gradient of the
-iteration that was struck, relative to its largest element; "later" that of the iterations after it, whose parameters
-differ already; "loss" is relative. 0 means the same to the last bit.
+The ranks of a small GPT are real. One is killed in the middle of its micro-batches, in another run after its reduce has
+begun. The columns are relative differences: "struck" of the reduced gradient of that iteration, "later" of the
+gradients after it, whose parameters differ already, "loss" of the losses. 0 means bit-equal.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ class Sizes(msgspec.Struct, frozen=True):
     """Rows of a run."""
 
     only: str = ""
-    """A kind of training; all of them where it is empty."""
+    """A kind of training; empty for all."""
     layout: str = ""
-    """A layout; all of them where it is empty."""
+    """A layout; empty for all."""
 
 
 SMALLEST = Sizes("plain", "dp")
@@ -77,7 +76,7 @@ def differences(layout: str, kind: str, folder: Path) -> dict[str, tuple[float, 
 
 
 def loss_difference(out: Path, reference: Path) -> float:
-    """Return the largest relative difference of a loss; infinity where one is no number."""
+    """Return the largest relative difference of a loss."""
     wanted, found = proof.losses(reference), proof.losses(out)
     pairs = ((one, other) for iteration, values in found.items() for one in values for other in wanted[iteration])
     return max(relative_difference(one, other) for one, other in pairs)

@@ -1,8 +1,7 @@
-"""The state in memory: what copies cost beside memcpy and `torch.save`, and how soon a job goes on from them.
+"""The state in memory: the cost of copies, and the time until a job goes on from them.
 
-Side by side in one run: copies against memcpy and against torch.save to a file; iterations with copies against those
-without, of the same ranks, one by one, and with copies in another node, block by block; and the death of all ranks,
-from the kill to the next step.
+It compares copies with memcpy and torch.save, and iterations with copies with those without, also with copies in
+another node. Then it kills all ranks of a job.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.cost.__main__ import MEMORY
+from benchmarks.cases.cost import MEMORY
 from benchmarks.report import Report
 from tests.support.jobs import World, json_lines
 from tests.support.rank_harness import Ranks
@@ -39,7 +38,7 @@ class Sizes(msgspec.Struct, frozen=True):
     """Sizes of a run; 0 leaves a part out."""
 
     megabytes: int = 800
-    """The state that is copied."""
+    """Size of the state."""
     pairs: int = 40
     """Pairs of iterations, with and without copies."""
     ring: int = 12
@@ -51,8 +50,20 @@ class Sizes(msgspec.Struct, frozen=True):
 SMALLEST = Sizes(20, 2, 2, 1)
 ROUNDS, WARM_UP = 5, 2
 RANKS = 2
-EACH = 4  # iterations of a block with a ring: two cuts or so
+EACH = 4  # iterations of a block with a ring: about two cuts
 LIMIT = 3600.0  # seconds of a run
+RATES = {
+    "memcpy": "memcpy into shared memory",
+    "copy": "copy of the state into an image",
+    "sum": "checksum of it",
+}
+TIMES = {
+    "save": "back in the loop after torch.save to a file",
+    "ours": "back in the loop after Checkpoints.save",
+    "keep": "back in the loop after the beginning of a copy to memory",
+    "load": "the state is loaded from its image",
+    "read": "the state is loaded from the file by torch.load",
+}
 SHM = "/dev/shm"
 SCRIPT = Path(__file__).with_name("ranks") / "memory.py"
 MODEL = {
@@ -94,7 +105,7 @@ def state_of(megabytes: int) -> TrainingState:
 
 
 def copies(megabytes: int, report: Report) -> dict[str, float]:
-    """Return the median seconds of each part, and the state's size in GB."""
+    """Measure copies of the state. Return the median seconds of each part, and the state's size in GB."""
     state = state_of(megabytes)
     gathered, _ = contents.gather(state)
     with tempfile.TemporaryDirectory(dir=SHM) as shared, tempfile.TemporaryDirectory() as disk:
@@ -124,25 +135,15 @@ def copies(megabytes: int, report: Report) -> dict[str, float]:
         newest = max(image_format.inventory(Path(shared)), key=lambda image: image.key.iteration)
         for _ in range(WARM_UP + ROUNDS):
             clock(took, "load", lambda: load_image(state, newest.path))
-        for _ in range(WARM_UP + ROUNDS):  # after the others: the optimizer has new tensors each time
+        for _ in range(WARM_UP + ROUNDS):  # at the end, since it gives the optimizer new tensors
             clock(took, "read", read)
         keeper.close()
     found = {name: statistics.median(values[WARM_UP:]) for name, values in took.items()}
     gigabytes = gathered.size / 1e9
     report.text(f"a state of {gigabytes:.2f} GB, medians of {ROUNDS}:")
-    for name, what in (
-        ("memcpy", "memcpy into shared memory"),
-        ("copy", "copy of the state into an image"),
-        ("sum", "checksum of it"),
-    ):
+    for name, what in RATES.items():
         report.row(f"  {what}", f"{gigabytes / found[name]:.1f} GB/s", label=54, width=14)
-    for name, what in (
-        ("save", "back in the loop after torch.save to a file"),
-        ("ours", "back in the loop after Checkpoints.save"),
-        ("keep", "back in the loop after a copy to memory was begun"),
-        ("load", "the state is back from its image"),
-        ("read", "the state is back from the file, with torch.load"),
-    ):
+    for name, what in TIMES.items():
         report.row(f"  {what}", f"{1e3 * found[name]:.1f} ms", label=54, width=14)
     report.figure("copy speed over memcpy", found["memcpy"] / found["copy"], "", least=0.7)
     report.figure("back in the loop, torch.save to a file / copy begun", found["save"] / found["keep"], "", least=20)
@@ -151,7 +152,7 @@ def copies(megabytes: int, report: Report) -> dict[str, float]:
 
 
 def clock(took: dict[str, list[float]], name: str, work: Callable[[], object]) -> None:
-    """Add the seconds of a piece of work."""
+    """Add the seconds of some work."""
     began = time.perf_counter()
     work()
     took.setdefault(name, []).append(time.perf_counter() - began)
@@ -171,8 +172,7 @@ def iterations_alone(pairs: int, report: Report) -> None:
 def iterations_with_ring(pairs: int, report: Report) -> None:
     """Compare blocks of iterations of two halves of a replica, in two nodes under agents.
 
-    In every other block each rank keeps its half, and its agent gives it to the other one's, as often as the controller
-    asks for it.
+    In every other block each rank copies its half, and its agent sends it to the other node when the controller asks.
     """
     with tempfile.TemporaryDirectory(dir=SHM) as shared, tempfile.TemporaryDirectory() as name:
         out = Path(name, "times")

@@ -1,7 +1,7 @@
-"""The page of `unicronctl web`: what its questions cost the controller's core, and how soon Chromium shows it.
+"""The page of `unicronctl web`: the cost of its questions for the controller's core, and the time of Chromium.
 
-The controller's core is in this process, and no agent disturbs it. Its answers are encoded, decoded and cleaned as on
-their way to a real page; the connection to a real unicrond is left out.
+The controller's core is in this process, without agents. Its answers are encoded, decoded and cleaned as for a real
+page; there is no connection to a unicrond.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TIMES = """({
 
 
 class EncodedSite(Site):
-    """A page whose answers have been on the wire."""
+    """A page whose answers are encoded and decoded."""
 
     def ask(self, question: Mapping[str, Any]) -> Any:
         data = wire.encode(wire.Answer(ok=True, data=super().ask(question)))
@@ -79,7 +79,7 @@ def measure(sizes: Sizes, report: Report) -> None:
 
 
 def visit(browser: Browser, site: Site) -> dict[str, float]:
-    """Visit a page at which nobody has looked yet. Return when something was painted, and when the map was drawn."""
+    """Visit a page without sessions. Return when something was painted, and when the map was drawn."""
     browser.open("about:blank")
     site.begin_anew()
     browser.open(f"http://{site.host}/")

@@ -1,8 +1,7 @@
-"""Plans, look-ahead tables and simulations at full size, beside the recurrence in plain Python."""
+"""Plans, look-ahead tables and simulations at full size."""
 
 from __future__ import annotations
 
-import math
 import random
 import resource
 import time
@@ -24,22 +23,19 @@ class Sizes(msgspec.Struct, frozen=True):
 
     jobs: int = 64
     nodes: int = 2048
-    loop_jobs: int = 8
-    """Jobs of the recurrence in plain Python, which takes minutes with 64."""
     days: float = 365.0
     """Simulated time of 128 nodes and 8 jobs, under each policy."""
     runs: int = 7
     """Runs of each figure; the median counts."""
 
 
-SMALLEST = Sizes(8, 128, 2, 10.0, 1)
+SMALLEST = Sizes(8, 128, 10.0, 1)
 SHAPES = ("concave", "linear", "steps", "noisy")
 
 
 def measure(sizes: Sizes, report: Report) -> None:
     """Measure plans, then the simulator."""
     plans(sizes, report)
-    recurrence(sizes, report)
     scenario, trace = cluster(8, 128), rsc1(128, sizes.days * DAY, seed=1)
     report.text(f"{sizes.days:g} simulated days: 128 nodes, 8 jobs, {len(trace.events)} events")
     for name, policy in POLICIES.items():
@@ -49,7 +45,7 @@ def measure(sizes: Sizes, report: Report) -> None:
 
 
 def cluster(jobs: int, nodes: int, shape: str = "concave", running: bool = True) -> Scenario:
-    """Return a full cluster whose jobs can run at any size (`steps`: powers of two), with throughputs of one shape."""
+    """Return a full cluster of jobs with throughputs of one shape, for any size (`steps`: powers of two)."""
     draw = random.Random(f"{jobs}/{nodes}/{shape}/0")
     made = []
     for index in range(jobs):
@@ -95,37 +91,5 @@ def plans(sizes: Sizes, report: Report) -> None:
     events = list(table.entries)
     seconds = median_seconds(lambda: [table.get(event) for event in events], 100, clock)
     report.figure("look-up of one plan", 1e6 * seconds / len(events), "us", 50)
-    report.figure(
-        "largest memory of this process", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "GiB", 1
-    )
-
-
-def recurrence(sizes: Sizes, report: Report) -> None:
-    """Compare a plan with the recurrence as it is written down, in the same run."""
-    scenario = lose_node(cluster(sizes.loop_jobs, sizes.nodes))
-    ours = median_seconds(lambda: solve(scenario), sizes.runs, time.perf_counter)
-    began = time.perf_counter()
-    objective = triple_loop(scenario)
-    loop = time.perf_counter() - began
-    report.figure(f"triple loop in Python, {sizes.loop_jobs} jobs x {sizes.nodes:,} nodes", loop, "s")
-    report.figure("plan of the same, how many times as fast", loop / ours, "x", least=100)
-    difference = abs(objective - solve(scenario).objective) / abs(objective)
-    report.figure("relative difference of the two objectives", difference, "", 1e-9)
-
-
-def triple_loop(scenario: Scenario) -> float:
-    """Return the objective by the recurrence in plain Python: O(m n^2)."""
-    n = scenario.nodes
-    before = [0.0] * (n + 1)
-    for job in scenario.jobs:
-        gains = [scenario.g(job, k) for k in range(n + 1)]
-        after = [-math.inf] * (n + 1)
-        for j in range(n + 1):
-            best = -math.inf
-            for k in range(j + 1):
-                value = before[j - k] + gains[k]
-                if value > best:
-                    best = value
-            after[j] = best
-        before = after
-    return before[n]
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    report.figure("largest memory of this process", memory, "GiB", 1)

@@ -1,8 +1,8 @@
-"""Preemptions with a grace time, on a real Slurm: micro-batches that were computed again, failures, and pauses.
+"""Preemptions with a grace time on a real Slurm: repeated micro-batches, failures, and pauses.
 
-A job of three one-node elements trains in the partition `spot`. A job in `urgent` takes one of its nodes and gives it
-back, again and again. The figures are from the event log; a pause is the longest time between two steps around a
-preemption, in iterations of the job before it.
+A job of three one-node elements trains in the partition `spot`. Again and again a job in `urgent` takes one of its
+nodes. The figures come from the event log; a pause is the longest time between two steps around a preemption, in
+iterations of the job before it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from __future__ import annotations
 import itertools
 import statistics
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from benchmarks.report import Report
+from tests.support.arrays import slurm, submit_training
 from tests.support.controller import Controller
-from tests.support.jobs import AGENT, FOREVER, TINY
-from tests.support.processes import ROOT, call, outside_slurm
+from tests.support.processes import outside_slurm
 from unicron_ctl.lab.cluster import LocalCluster
 
 
@@ -39,12 +38,6 @@ CONFIG = (
     "PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF OverSubscribe=EXCLUSIVE",
 )
 SETTINGS = 'slurm = "command"\nslurm_poll_seconds = 0.5\nthroughput = "linear"\n'
-SCRIPT = """#!/bin/bash
-export PYTHONPATH={root} UNICRON_CONTROLLER={address} UNICRON_NODE_ADDRESS=127.0.0.1 OMP_NUM_THREADS=1
-export UNICRON_RANKS_PER_NODE=1 UNICRON_REGISTER_TIMEOUT=60
-export TINY_OUT={out} TINY_SAVE=0 TINY_ITERATIONS={iterations} TINY_SLOW=0.1
-exec srun {agent} run -- {python} {script}
-"""
 
 
 def measure(sizes: Sizes, report: Report) -> None:
@@ -60,56 +53,36 @@ def measure(sizes: Sizes, report: Report) -> None:
     report.figure("median pause; 1 is a step without a preemption", statistics.median(found))
 
 
-@dataclass
-class Site:
-    """A cluster with both partitions, and a controller."""
-
-    controller: Controller
-    environment: dict[str, str]
-
-    def slurm(self, *words: str) -> str:
-        """Return what a command of Slurm's prints."""
-        done = call(*words, environment=self.environment)
-        assert not done.returncode, f"{' '.join(words)}: {done.stderr}"
-        return done.stdout.strip()
-
-    def trains(self, nodes: int) -> bool:
-        """Return whether the job trains on so many nodes."""
-        job = self.controller.job()
-        return bool(job) and job["state"] == "running" and len(job["members"]) == nodes and job["iteration"] >= 1
-
-    def preempt(self) -> None:
-        """Take one node from the job and give it back."""
-        words = ("sbatch", "--parsable", "-p", "urgent", "-N1", "-o", "/dev/null", "--wrap", "sleep 600")
-        urgent, wait = self.slurm(*words), self.controller.wait
-        state = ("squeue", "-h", "-j", urgent, "-o", "%T")
-        wait(lambda: self.trains(NODES - 1), "the others train on", LIMIT)
-        wait(lambda: self.slurm(*state) == "RUNNING", "the other job has the node", LIMIT)
-        self.slurm("scancel", urgent)
-        wait(lambda: self.trains(NODES), "all train again", LIMIT)
-
-
 def preempted_job(folder: Path, times: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the job at its end, and all events."""
     cluster = LocalCluster(folder / "slurm", nodes=NODES, auth="none", config_lines=CONFIG)
-    environment = outside_slurm() | cluster.env()
-    site = Site(Controller(folder, SETTINGS, environment), environment)
-    out = folder / "out"
-    out.mkdir()
-    words = {"root": ROOT, "address": site.controller.address, "out": out, "iterations": FOREVER, "script": TINY}
-    (folder / "job.sh").write_text(SCRIPT.format(**words, agent=" ".join(AGENT), python=AGENT[0]))
+    controller = Controller(folder, SETTINGS, outside_slurm() | cluster.env())
+
+    def await_training(nodes: int) -> None:
+        def trains() -> bool:
+            job = controller.job()
+            return bool(job) and job["state"] == "running" and len(job["members"]) == nodes and job["iteration"] >= 1
+
+        controller.wait(trains, f"the job trains on {nodes} nodes", LIMIT)
+
     try:
         cluster.up()
-        options = ["-p", "spot", "-N1", "--gres=gpu:1", f"--array=0-{NODES - 1}", "--requeue", "--open-mode=append"]
-        site.slurm("sbatch", *options, "-o", str(folder / "%a.out"), str(folder / "job.sh"))
-        site.controller.wait(lambda: site.trains(NODES), "all train", LIMIT)
-        events = site.controller.events()
+        options = ("-p", "spot", "-N1", "--gres=gpu:1", f"--array=0-{NODES - 1}")
+        submit_training(cluster, controller, folder, *options, launch="srun")
+        await_training(NODES)
+        events = controller.events()
+        urgent = ("sbatch", "--parsable", "-p", "urgent", "-N1", "-o", "/dev/null", "--wrap", "sleep 600")
         for _ in range(times):
-            site.preempt()
-            events += site.controller.events(after=events[-1]["id"])  # the log thins its steps out
-        return site.controller.job(), events
+            number = slurm(cluster, *urgent)
+            await_training(NODES - 1)
+            state = ("squeue", "-h", "-j", number, "-o", "%T")
+            controller.wait(lambda state=state: slurm(cluster, *state) == "RUNNING", "the other job runs", LIMIT)
+            slurm(cluster, "scancel", number)
+            await_training(NODES)
+            events += controller.events(after=events[-1]["id"])  # before the log is thinned
+        return controller.job(), events
     finally:
-        site.controller.close()
+        controller.close()
         cluster.down()
 
 

@@ -1,8 +1,8 @@
-"""From the kill of a rank to the next optimizer step, by moment, layout and number of ranks; and what the hooks cost.
+"""From the kill of a rank to the next optimizer step, by layout and number of ranks; and the cost of reports.
 
-Real ranks, gloo and ZeroMQ under the test harness, without Slurm and its messages. What is computed again is
-subtracted: in the second and third part from when the last survivor is in the new generation to when the last has
-computed what it owes. Their model is the smallest there is, so that nearly all that is left is Unicron's.
+The ranks, gloo and ZeroMQ are real, under the test harness and without Slurm. The time of repeated work is subtracted:
+from the last survivor's entry into the new generation until the last one has computed its micro-batches. The model is
+the smallest possible, so that nearly all other time is Unicron's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.report import Report, quartiles
-from tests.support import proof, rank_harness
+from tests.support import rank_harness
 from tests.support.moments import fault
 from tests.support.rank_harness import Ranks
 from unicron_ctl.shared.protocol.wire import Plan
@@ -32,28 +32,19 @@ class Sizes(msgspec.Struct, frozen=True):
     """Sizes of a run."""
 
     repeats: int = 5
-    """Runs of each moment, layout and number of ranks."""
+    """Runs of each layout and number of ranks, with a kill at two moments."""
     rounds: int = 80
     """Healthy iterations of each kind."""
-    only: str = "points,layouts,growth,overhead"
+    only: str = "layouts,growth,overhead"
     """Parts, with commas between."""
     models: int = 3
     """Models of the healthy iterations, the smallest first."""
     rows: str = ""
-    """Layouts whose name begins so; all of them where it is empty."""
+    """The beginning of the layouts' names; empty for all."""
 
 
 SMALLEST = Sizes(1, 8, models=1, rows="DP4")
-SIZE, VICTIM, AT = 4, 2, 2
-SLOW = "0.02"  # seconds of sleep per micro-batch, so that computed work can be told from the rest
-POINTS = {  # what is killed when, in an iteration of two micro-batches per rank
-    "before the first micro-batch": fault(VICTIM, AT, "fetch", 0),
-    "in the middle": fault(VICTIM, AT, "fetch", 1),
-    "before the reduce": fault(VICTIM, AT, "reduce", 0),
-    "in the reduce": fault(VICTIM, AT, "reduce", 1, kind="late", delay=0.0003),
-    "between reduce and commit": fault(VICTIM, AT, "reduce", 2),
-    "just before the step": fault(VICTIM, AT, "step", 0),
-}
+AT = 2  # the iteration in which a rank is killed
 MODEL = {"TINY_HIDDEN": "32", "TINY_MICRO_BATCHES": "32", "TINY_ITERATIONS": "4", "TINY_SAVE": "0"}
 SHAPES = {  # TP PP VPP, ranks of a replica, ranks
     "DP4": ("1 1 1", 1, 4),
@@ -65,10 +56,10 @@ SHAPES = {  # TP PP VPP, ranks of a replica, ranks
     "DP2 TP2 PP2": ("2 2 1", 4, 8),
 }
 GOALS = {4: 0.5, 8: 1.0}  # seconds, by ranks
-COUNTS = (2, 4, 8, 16)  # ranks that share this machine's cores; the logarithm grows from 1 to 4
+COUNTS = (2, 4, 8, 16)  # ranks that share this machine's cores
 PARTS = ("detected", "planned", "grouped", "entered", "computed", "stepped")
 MODELS = ((64, 8, 1.0), (512, 8, 0.5), (512, 64, 0.2))  # hidden, micro-batches, share of the rounds
-WARM_UP = 3  # rounds
+RANKS, WARM_UP = 4, 3  # of healthy iterations
 SCRIPT = Path(__file__).with_name("ranks") / "recovery.py"
 
 
@@ -76,81 +67,7 @@ def measure(sizes: Sizes, report: Report) -> None:
     """Measure the chosen parts."""
     rank_harness.LIMIT = 3600.0  # seconds of a run, on a busy machine
     for part in sizes.only.split(","):
-        {"points": points, "layouts": layouts, "growth": growth, "overhead": overhead}[part](sizes, report)
-
-
-# ------------------------------------------------------------ moments
-@dataclass
-class PointRecovery:
-    """One run: seconds from the kill to the last survivor's next step, in parts, and what was kept."""
-
-    total: float
-    detected: float
-    """From the kill to the readable pidfd."""
-    stopped: float
-    """To the plan: Break, and all survivors at a known point."""
-    grouped: float
-    """From the plan until the generation is entered: message, groups, pointers."""
-    worked: float
-    """From there to the step: restored buckets, lost micro-batches, reduce, commit, step."""
-    gradient: float
-    recomputed: int
-    reused: int
-
-
-def points(sizes: Sizes, report: Report) -> None:
-    """Kill a rank at each moment of an iteration."""
-    with tempfile.TemporaryDirectory(prefix="unicron-bench-") as folder:
-        reference = Path(folder)
-        Ranks(reference, SIZE, [], fork=True, TINY_SLOW=SLOW).drive()
-        found: dict[str, list[PointRecovery]] = {name: [] for name in POINTS}
-        for _ in range(sizes.repeats):  # by turns: a slow minute of the machine meets all of them
-            for name, point in POINTS.items():
-                found[name].append(recover_at(point, reference))
-    report.text(f"kill -> next optimizer step, {SIZE} ranks; ms; medians of the parts; micro-batches")
-    heads = ("min", "median", "max", "detect", "stop", "groups", "work", "kept", "again")
-    report.row("killed", *heads, label=29, width=8)
-    for name, runs in found.items():
-        totals = [1e3 * run.total for run in runs]
-        figures = [min(totals), statistics.median(totals), max(totals)]
-        figures += [1e3 * middle(runs, part) for part in ("detected", "stopped", "grouped", "worked")]
-        figures += [middle(runs, part) for part in ("reused", "recomputed")]
-        report.row(name, *map(float, figures), label=29, width=8, digits=0)
-    everything = [run for runs in found.values() for run in runs]
-    overheads = [run.total - run.worked for run in everything]
-    report.figure("kill -> next step less the recomputed work, median", statistics.median(overheads), "s", 1.0)
-    report.figure("kill -> next step less the recomputed work, slowest", max(overheads), "s", 1.0)
-    report.figure("process exit -> pidfd, slowest", max(run.detected for run in everything), "s", 0.1)
-    gradient = max(run.gradient for run in everything)
-    report.figure("gradient difference at the failed iteration, fp32, largest", gradient, "", 1e-6)
-
-
-def recover_at(point: dict[str, Any], reference: Path) -> PointRecovery:
-    """Run with one kill."""
-    with tempfile.TemporaryDirectory(prefix="unicron-bench-") as folder:
-        out = Path(folder)
-        ranks = Ranks(out, SIZE, [point], fork=True, TINY_SLOW=SLOW)
-        ranks.drive()
-        proof.exactly_once(ranks, 5)
-        proof.nothing_thrown_away(ranks)
-        killed = float((out / f"fault.{VICTIM}.0.{AT}").read_text())
-        last = max((timing for timing in ranks.timings if timing["generation"] == 2), key=lambda timing: timing["at"])
-        stepped, parts = last["at"], last["seconds"]
-        entered = stepped - (parts["stepped"] - parts["entered"])
-        plan, broken = ranks.plans[1], ranks.breaks[0][2]
-        struck = plan.step if plan.step is not None else plan.iteration
-        work = [index for has in proof.fetched(out)[struck].values() for index in has]
-        done = sum(len(status.done) for status in ranks.reports[0].values() if status.iteration == struck)
-        return PointRecovery(
-            total=stepped - killed,
-            detected=ranks.ended[VICTIM] - killed,
-            stopped=broken + ranks.rests[0] - ranks.ended[VICTIM],
-            grouped=entered - broken - ranks.rests[0],
-            worked=stepped - entered,
-            gradient=proof.gradient_differences(out, reference, 5)[struck],
-            recomputed=len(work) - len(set(work)),
-            reused=proof.MICRO_BATCHES if plan.step is not None else done,
-        )
+        {"layouts": layouts, "growth": growth, "overhead": overhead}[part](sizes, report)
 
 
 def middle(runs: Sequence[object], name: str) -> float:
@@ -161,7 +78,7 @@ def middle(runs: Sequence[object], name: str) -> float:
 # ------------------------------------------------------------ layouts, and numbers of ranks
 @dataclass(frozen=True)
 class Row:
-    """One row: the layout, and whether the optimizer is distributed."""
+    """A layout, with or without a distributed optimizer."""
 
     shape: str
     replica: int
@@ -174,18 +91,18 @@ class LayoutRecovery:
     """One run in milliseconds."""
 
     parts: list[float]
-    """Each of `PARTS`, to when the last survivor was there."""
+    """The time of each of `PARTS`, until the last survivor was there."""
     busy: float
-    """CPU time of the survivor in the middle, from the Break to the new generation."""
+    """Median CPU time of a survivor from the Break to the new generation."""
 
     @property
     def overhead(self) -> float:
-        """The sum without what was computed again."""
+        """The sum without repeated work."""
         return sum(self.parts) - self.parts[PARTS.index("computed")]
 
 
 class CountedRanks(Ranks):
-    """Ranks whose CPU time is read from the Break to when all are in the new generation."""
+    """Ranks whose CPU time is read from the Break until all are in the new generation."""
 
     busy: dict[int, float]
     """Milliseconds by slot."""
@@ -201,7 +118,7 @@ class CountedRanks(Ranks):
 
 
 def busy_ms(pid: int) -> float:
-    """Return how long a process has run, ended threads included: its clock (clock_getcpuclockid(3))."""
+    """Return the CPU time of a process, ended threads included (clock_getcpuclockid(3))."""
     return 1e3 * time.clock_gettime((~pid << 3) | 2)
 
 
@@ -213,7 +130,7 @@ def recover_in(row: Row, at: str, count: int) -> LayoutRecovery:
         faults = [fault(victim, AT, at, count)]
         ranks = CountedRanks(out, row.size, faults, fork=True, replica=row.replica, **settings)
         ranks.drive()
-        survivors = ranks.plans[1].members  # what is left of the victim's replica stands by to the end
+        survivors = ranks.plans[1].members  # the rest of the victim's replica stands by to the end
         assert victim not in survivors and all(ranks.exits[slot] == [0] for slot in survivors), ranks.exits
         killed = float((out / f"fault.{victim}.0.{AT}").read_text())
         timings = [timing for timing in ranks.timings if "broken" in timing["seconds"]]
@@ -225,14 +142,14 @@ def recover_in(row: Row, at: str, count: int) -> LayoutRecovery:
 
 
 def moment(timing: Mapping[str, Any], part: str) -> float:
-    """Return when a rank was there, on the common clock; where it had nothing to compute, when it had entered."""
+    """Return when a rank had done a part; if it had nothing to compute, when it had entered."""
     seconds = timing["seconds"]
     found: float = timing["at"] - seconds["stepped"] + seconds.get(part, seconds["entered"])
     return found
 
 
 def table(rows: Mapping[str, Row], repeats: int, report: Report) -> dict[str, list[LayoutRecovery]]:
-    """Measure and print rows by turns."""
+    """Measure rows by turns, and print them."""
     found: dict[str, list[LayoutRecovery]] = {name: [] for name in rows}
     for _ in range(repeats):
         for name, row in rows.items():
@@ -249,8 +166,8 @@ def table(rows: Mapping[str, Row], repeats: int, report: Report) -> dict[str, li
 
 def layouts(sizes: Sizes, report: Report) -> None:
     """Kill a rank in each layout, with and without a distributed optimizer."""
-    report.text("\nkill -> next step less what is computed again; medians of the parts: to the pidfd, to the plan, ")
-    report.text("to the groups, state taken, computed again, stepped; busy: what a rank needs of a core")
+    report.text("\nkill -> next step without repeated work; medians of the parts: to the pidfd, to the plan, to the")
+    report.text("groups, state taken, computed again, stepped; busy: CPU time of a rank")
     rows = {
         f"{name}, distributed optimizer" if sharded else name: Row(*shape, sharded)
         for name, shape in SHAPES.items()
@@ -272,7 +189,7 @@ def growth(sizes: Sizes, report: Report) -> None:
     for sharded in (False, True):
         kind = ", distributed optimizer" if sharded else ""
         found = table({f"DP{size}{kind}": Row("1 1 1", 1, size, sharded) for size in COUNTS}, sizes.repeats, report)
-        for field, name in (("overhead", "time"), ("busy", "processor's time of a rank")):
+        for field, name in (("overhead", "time"), ("busy", "CPU time of a rank")):
             medians = [middle(runs, field) for runs in found.values()]
             steepest = max(value / medians[0] / math.log2(size) for value, size in zip(medians, COUNTS, strict=True))
             report.figure(f"growth{kind}: {name} over that of 2 ranks, over log2", steepest, "", 1.0)
@@ -281,7 +198,9 @@ def growth(sizes: Sizes, report: Report) -> None:
 # ------------------------------------------------------------ healthy iterations
 def overhead(sizes: Sizes, report: Report) -> None:
     """Compare healthy iterations of a session that reports, one that does not, and plain Megatron (`SCRIPT`)."""
-    report.text(f"\nhealthy iteration, {SIZE} ranks: a session that reports to its agent, one that does not, and plain")
+    report.text(
+        f"\nhealthy iteration, {RANKS} ranks: a session that reports to its agent, one that does not, and plain"
+    )
     report.text("Megatron, by turns; ms; ratios of neighbours: median and quartiles")
     report.row(
         "hidden, micro-batches", "rounds", "reports", "silent", "plain", "reports/silent, reports/plain", label=23
@@ -295,7 +214,7 @@ def overhead(sizes: Sizes, report: Report) -> None:
                 "TINY_ITERATIONS": str(2 * (count + WARM_UP)),
                 "TINY_SCRIPT": str(SCRIPT),
             }
-            Ranks(Path(folder), SIZE, [], fork=True, TINY_SAVE="0", **settings).drive()
+            Ranks(Path(folder), RANKS, [], fork=True, TINY_SAVE="0", **settings).drive()
             times = json.loads((Path(folder) / "overhead.json").read_text())[WARM_UP:]
         reports, silent, plain = zip(*times, strict=True)
         ratios = [quartiles(reports, other) for other in (silent, plain)]

@@ -1,4 +1,4 @@
-"""A scrape by Prometheus of a controller with many jobs: its processor time, and the loop's part of it."""
+"""A scrape by Prometheus of a controller with many jobs: its CPU time, and the loop's part of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PERIOD = 15.0  # seconds between two scrapes, as in Prometheus' own example
 
 
 class ScrapedPage:
-    """All that a scrape reads, without HTTP."""
+    """The page that a scrape reads, without HTTP."""
 
     def __init__(self, world: World) -> None:
         self.registry = CollectorRegistry()
@@ -57,7 +57,7 @@ class ScrapedPage:
 
 
 def many_jobs(nodes: int, jobs: int) -> World:
-    """Return a core with so many jobs, which have all of the nodes."""
+    """Return a core whose jobs have all nodes."""
     slurm, each = FakeSlurm(nodes), nodes // jobs
     world = World(slurm)
     for job in range(1, jobs + 1):
@@ -71,12 +71,12 @@ def many_jobs(nodes: int, jobs: int) -> World:
 
 
 def measure(sizes: Sizes, report: Report) -> None:
-    """Scrape again and again."""
+    """Scrape several times."""
     page = ScrapedPage(many_jobs(sizes.nodes, sizes.jobs))
     gc.collect()
     loop = median_seconds(page.read, sizes.rounds, time.process_time)
     text = median_seconds(page.text, sizes.rounds, time.process_time)
     report.text(f"{len(generate_latest(page.registry)):,} bytes, {len(page.text()):,} packed")
-    report.figure("a scrape, of the loop's time", 1e3 * loop, "ms")
-    report.figure("a scrape, processor time in all", 1e3 * (loop + text), "ms", most=50.0)
+    report.figure("a scrape, CPU time of the loop", 1e3 * loop, "ms")
+    report.figure("a scrape, CPU time in all", 1e3 * (loop + text), "ms", most=50.0)
     report.figure(f"share of the core, a scrape every {PERIOD:g} s", (loop + text) / PERIOD, "", most=0.01)

@@ -1,9 +1,8 @@
 """From the detection of a lost node until the job is whole again, with a hot spare and without.
 
-Real unicrond, agents and ranks on this machine; the loss is a kill -9 of an agent and its ranks. Without a spare the
-lost element's agent is started again at once, as if Slurm had a free node in no time, and its ranks come back as they
-do on any node: their processes start, import and build. Whole is when as many train again as before, and the first
-iteration to which all of them have contributed has stepped.
+The unicrond, agents and ranks are real; the loss is a kill -9 of an agent and its ranks. Without a spare the lost
+element's agent starts again at once, as if Slurm had a free node, and its ranks start, import and build. The job is
+whole when all ranks have stepped an iteration together.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def measure(sizes: Sizes, report: Report) -> None:
 
 
 def lose_nodes(ranks: str, layout: str, spare: bool, repeats: int) -> list[tuple[float, float, float]]:
-    """Lose a node of one job again and again; the spare is there again before the next is lost."""
+    """Lose a node of one job again and again, always with a spare ready if there is one."""
     environment = {"UNICRON_RANKS_PER_NODE": ranks, "TINY_LAYOUT": layout, "UNICRON_SPARES": str(int(spare))}
     found = []
     with tempfile.TemporaryDirectory(prefix="unicron-bench-") as folder:
@@ -66,7 +65,7 @@ def lose_nodes(ranks: str, layout: str, spare: bool, repeats: int) -> list[tuple
 
 
 def lose_node(world: World, ranks: int, spare: bool) -> tuple[float, float, float]:
-    """Return the seconds from the detection until the others step, the newcomer is offered, and all have stepped."""
+    """Return the seconds from the detection until the others step, the offer, and the step of all."""
     job = world.job()
     members = job["members"]
     world.trains_on(members)
@@ -87,7 +86,7 @@ def lose_node(world: World, ranks: int, spare: bool) -> tuple[float, float, floa
 
 
 def whole_at(events: list[dict[str, Any]], count: int) -> float:
-    """Return when the first iteration with so many members was over, in a generation after the loss; 0 before."""
+    """Return when all members had stepped in a generation after the loss; 0 before."""
     broken, whole = False, 0
     for event in events:
         broken = broken or event["kind"] == "break"

@@ -1,15 +1,13 @@
-"""Plugin and agent at the start of a job and of a step, on a real Slurm: with them and without, side by side.
+"""The start of a job and of a step on a real Slurm, with Unicron and without, by turns.
 
-By turns, inside one allocation each: `srun true` with the plugin and a job that asked for Unicron, and on a cluster
-without the plugin; then a training, from `srun` to its first step. Before that, pairs of launches as a user has them:
-`srun true` and a training of one step as jobs of their own, with plugin, agent, prolog and epilog and without any of
-them, until `srun` has ended and until the node is free again.
+First jobs of `srun true` and of a training's one step, with plugin, agent, prolog and epilog and on a cluster without
+them: until `srun` has ended, and until the node is free again. Then `srun true` and a training inside allocations: the
+training until its first step.
 """
 
 from __future__ import annotations
 
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +18,7 @@ import msgspec
 
 from benchmarks.report import Report, turns
 from tests.support.plugin_site import Site
-from tests.support.processes import wait_for
+from tests.support.processes import call, wait_for
 from unicron_ctl.lab.cluster import LocalCluster
 from unicron_ctl.lab.cluster.health_program import PROLOG, wrapper
 
@@ -55,17 +53,18 @@ for step in range(int(sys.argv[1])):
 time.sleep(0.5)
 dist.destroy_process_group()
 """
-# torch's variables, which Unicron sets and a script without it needs itself.
+# torch's variables, which Unicron sets.
 ALONE = "env RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29555"
 OURS = ("--unicron", "--unicron-min-nodes=1")
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two clusters, and how a job is submitted there."""
+    """One of the two clusters."""
 
     environment: dict[str, str]
     options: tuple[str, ...] = ()
+    """Options of a job."""
     before: tuple[str, ...] = ()
     """Words before a training's command."""
 
@@ -98,7 +97,6 @@ def prolog_lines(folder: Path) -> list[str]:
     return [f"Prolog={prolog}", f"Epilog={wrapper(folder, EPILOG, 'UNICRON_EPILOG_CONF')}"]
 
 
-# ------------------------------------------------------------ jobs
 def launches(folder: Path, sides: tuple[Side, Side], count: int, report: Report) -> None:
     """Compare pairs of jobs: of `true`, and of a training of one step."""
     training = (sys.executable, str(folder / "train.py"), "1")
@@ -108,37 +106,29 @@ def launches(folder: Path, sides: tuple[Side, Side], count: int, report: Report)
     ):
         commands = [words if words == ("true",) else (*side.before, *words) for side in sides]
         found: list[list[tuple[float, float]]] = [[], []]
-        for index in (0, 1):
-            launch(sides[index], commands[index])  # the first one finds nothing in the caches
-        for turn in range(pairs):
+        for turn in range(-1, pairs):
             for index in turns(turn, 0, 1):
-                found[index].append(launch(sides[index], commands[index]))
+                seconds = launch(sides[index], commands[index])
+                if turn >= 0:  # the first one fills the caches
+                    found[index].append(seconds)
         for place, until in enumerate(("", ", until its node is free")):
             ours, theirs = ([times[place] for times in side] for side in found)
-            middle = statistics.median(ours), statistics.median(theirs)
-            report.text(f"{what}{until}: {middle[0]:.3f} s with, {middle[1]:.3f} s without")
+            report.text(
+                f"{what}{until}: {statistics.median(ours):.3f} s with, {statistics.median(theirs):.3f} s without"
+            )
             ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
             report.figure(f"{what}{until}: with all over without", ratio, "", most=1.2)
 
 
 def launch(side: Side, words: tuple[str, ...]) -> tuple[float, float]:
     """Return the seconds of a job until `srun` has ended, and until its node is free again."""
-    command = ["srun", "-N1", "--exclusive", "--gres=gpu:1", "--nodelist=n1", *side.options, *words]
     began = time.monotonic()
-    done = subprocess.run(command, env=side.environment, capture_output=True, text=True, timeout=LIMIT, check=False)
+    slurm(side, "srun", "-N1", "--exclusive", "--gres=gpu:1", "--nodelist=n1", *side.options, *words)
     ended = time.monotonic()
-    assert not done.returncode, f"the job failed: {done.stderr}{done.stdout}"
-    look = ["sinfo", "-h", "-n", "n1", "-o", "%T"]
-
-    def is_free() -> bool:
-        asked = subprocess.run(look, env=side.environment, capture_output=True, text=True, check=False)
-        return asked.stdout.strip() == "idle"
-
-    wait_for(is_free, "the node is free again", LIMIT)
+    wait_for(lambda: slurm(side, "sinfo", "-h", "-n", "n1", "-o", "%T") == "idle", "the node is free again", LIMIT)
     return ended - began, time.monotonic() - began
 
 
-# ------------------------------------------------------------ steps in an allocation
 def steps(folder: Path, sides: tuple[Side, Side], times: int, report: Report) -> None:
     """Compare `srun true` and a training inside an allocation."""
     empty: list[list[float]] = [[], []]
@@ -163,13 +153,15 @@ def steps(folder: Path, sides: tuple[Side, Side], times: int, report: Report) ->
 
 
 def in_allocation(folder: Path, side: Side, script: str) -> str:
-    """Run a batch script to its end. Return what it prints."""
+    """Run a batch script to its end. Return its output."""
     file, out = folder / "job.sh", folder / "job.out"
     file.write_text(f"#!/bin/bash\n{script}")
-    command = ["sbatch", "--wait", "-N1", "--exclusive", "--gres=gpu:1", "-o", str(out), *side.options, str(file)]
-    done = subprocess.run(
-        command, env=side.environment, cwd=folder, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
-    output = out.read_text() if out.exists() else ""
-    assert not done.returncode, f"the job failed: {done.stderr}{output}"
-    return output
+    slurm(side, "sbatch", "--wait", "-N1", "--exclusive", "--gres=gpu:1", "-o", out, *side.options, file)
+    return out.read_text()
+
+
+def slurm(side: Side, *words: object) -> str:
+    """Return the output of one of Slurm's commands, which succeeds."""
+    done = call(*words, environment=side.environment, limit=LIMIT)
+    assert not done.returncode, f"{words} failed: {done.stderr}{done.stdout}"
+    return done.stdout.strip()

@@ -1,6 +1,6 @@
-"""Cold and warm ranks by turns: how soon a rank waits for its generation, a killed one is replaced, and a job trains.
+"""Cold and warm ranks by turns: the start of a rank, the replacement of a killed one, and the start of a job.
 
-Real agents, unicrond and ranks with gloo, without Slurm; the machine's own load is in all figures.
+The agents, unicrond and ranks are real, without Slurm; the machine's load is in all figures.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from benchmarks.report import Report
 from tests.support.jobs import FOREVER, World
 
 SIZE, JOB = 4, "7"
-ZYGOTE = b"unicron_detector/processes/zygote.py"
+ZYGOTE = "unicron_detector/processes/zygote.py"
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ def measure(sizes: Sizes, report: Report) -> None:
 
 
 def run_job(figures: dict[str, list[float]], warm: bool, deaths: int) -> None:
-    """Start a job, kill one rank after the other, and read what it holds."""
+    """Start a job, kill one rank after the other, and read the memory."""
     with tempfile.TemporaryDirectory(prefix="unicron-bench-") as folder:
         began = time.monotonic()
         settings = {"TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.02", "UNICRON_WARM": str(int(warm))}
@@ -93,41 +93,22 @@ def replace_rank(world: World, slot: int) -> float:
     return next(step["time"] for step in steps if step["time"] > struck and step["world_size"] == SIZE) - struck
 
 
-def processes() -> Iterator[tuple[int, list[str]]]:
-    """Yield (pid, fields of /proc/PID/stat after the name) of every process."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            yield int(path.parent.name), path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-
-
 def cpu_seconds(agents: set[int]) -> float:
     """Return the CPU time of the agents and of their children, ended ones included."""
-    found = (fields for pid, fields in processes() if pid in agents or int(fields[1]) in agents)
-    return sum(sum(map(int, fields[11:15])) for fields in found) / os.sysconf("SC_CLK_TCK")
+    family = [process for pid in agents for process in (psutil.Process(pid), *psutil.Process(pid).children())]
+    return sum(sum(process.cpu_times()[:4]) for process in family)
 
 
 def read_memory(rank: int, figures: dict[str, list[float]]) -> None:
     """Add the memory of a rank, and of the zygote that it is a fork of."""
-    held = memory_mib(rank)
-    figures["private"].append(held["Private_Dirty"] + held["Private_Clean"])
-    figures["proportional"].append(held["Pss"])
-    parent = Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]
-    siblings = [(int(fields[19]), pid) for pid, fields in processes() if fields[1] == parent and is_zygote(pid)]
-    if siblings and (oldest := min(siblings)[1]) != rank:  # the others are its forks
-        figures["zygote"].append(memory_mib(oldest)["Rss"])
-
-
-def is_zygote(pid: int) -> bool:
-    """Return whether the process, or the one that it is a fork of, was started as a zygote."""
-    try:
-        return ZYGOTE in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
-def memory_mib(pid: int) -> dict[str, float]:
-    """Return the memory by kind, from smaps_rollup (proc(5))."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    return {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines}
+    process = psutil.Process(rank)
+    held = process.memory_full_info()
+    figures["private"].append(held.uss / 2**20)
+    figures["proportional"].append(held.pss / 2**20)
+    parent = process.parent()
+    assert parent is not None
+    zygotes = [each for each in parent.children() if any(ZYGOTE in word for word in each.cmdline())]
+    if zygotes:
+        oldest = min(zygotes, key=lambda each: (each.create_time(), each.pid))
+        if oldest.pid != rank:  # the others are its forks
+            figures["zygote"].append(oldest.memory_info().rss / 2**20)

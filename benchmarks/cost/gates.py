@@ -1,8 +1,8 @@
-"""Turns of a rank of ``benchmarks.cost`` with the other set.
+"""Turns of a rank with the ranks of the other set (:mod:`benchmarks.cost.turns`).
 
-Environment: COST_FOLDER the folder with the gates, COST_RANK for a plain rank, COST_BLOCKS, COST_EACH iterations of a
-block, COST_WARM_UP. After the warm-up a rank waits at its gate, a FIFO, before each block, and says afterwards how long
-the block took: seconds, and of those the processor's, this rank's share in them.
+After its warm-up a rank waits at its gate, a FIFO, before each block, and reports afterwards how many seconds and CPU
+seconds the block took. Environment: COST_FOLDER, with the gates; COST_RANK of a plain rank; COST_BLOCKS; COST_EACH,
+iterations of a block; COST_WARM_UP, iterations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ITERATIONS = WARM_UP + BLOCKS * EACH
 
 
 def train(iterations: Iterable[object]) -> None:
-    """All of them, block by block."""
+    """Do all iterations, block by block."""
     began = (0.0, 0.0)
     with (FOLDER / f"{KIND}.{RANK}").open("rb", buffering=0) as gate, (FOLDER / "done").open("wb", buffering=0) as done:
         for count, _ in enumerate(iterations, 1):

@@ -1,7 +1,6 @@
-"""Train a plain module in both sets of ranks of ``benchmarks.cost``: under an agent a Session, else the loop that
-torch's documents have, with DistributedDataParallel. The model and its data are the leaderboard's.
+"""Train the leaderboard's model: under an agent in a session, else in the loop of torch's documents.
 
-Environment: COST_* as for ``ranks``, LEADERBOARD_DEVICE_SECONDS as for ``benchmarks.leaderboard.ranks.core``.
+Environment: COST_* as in ``gates``, LEADERBOARD_DEVICE_SECONDS as in ``benchmarks.leaderboard.ranks.core``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from benchmarks.leaderboard.ranks import core
 
 
 def healed() -> Iterator[object]:
-    """Iterations under a session, with its defaults: the state is copied to memory at each."""
+    """Train under a session with its defaults: it copies the state to memory in each iteration."""
     unicron.init_process_group("gloo")
     model, optimizer = core.build()
     yield from unicron.Session(
@@ -32,7 +31,7 @@ def healed() -> Iterator[object]:
 
 
 def plain() -> Iterator[object]:
-    """Iterations of a loop that keeps nothing and knows nothing of this project."""
+    """Train with DistributedDataParallel, without Unicron and without checkpoints."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     model, optimizer = core.build()
@@ -46,7 +45,7 @@ def plain() -> Iterator[object]:
             loss = core.loss_of(ddp, core.micro_batch(iteration, index)) / core.MICRO_BATCHES
             total += loss.detach()
             (loss * size).backward()
-        dist.all_reduce(total)  # the job's loss, which a session says, too
+        dist.all_reduce(total)  # the job's loss, which a session reports, too
         optimizer.step()
         yield float(total)
 

@@ -1,6 +1,6 @@
-"""Train in both sets of ranks of ``benchmarks.cost``: under an agent's stand-in a Session, else plain Megatron-core.
+"""Train tiny_gpt: under a stand-in of an agent in a session, else with plain Megatron-core.
 
-Environment: tiny_gpt's for the model, and that of ``gates``.
+Environment: tiny_gpt's, and that of ``gates``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SIZES = (tiny_gpt.TENSOR, tiny_gpt.PIPELINE)
 
 
 def healed() -> Iterator[object]:
-    """Iterations under a session."""
+    """Train under a session."""
     unicron.init_process_group("gloo", unicron.Layout(tensor=SIZES[0], pipeline=SIZES[1]))
     parallel_state.initialize_model_parallel(*SIZES)
     chunks, optimizer = tiny_gpt.build()
@@ -27,8 +27,10 @@ def healed() -> Iterator[object]:
 
 
 def each_group_once() -> None:
-    """Megatron makes many groups of the same ranks, and each gloo group has a thread that wakes a hundred times a
-    second: 3 % of the processor's time here. A session has each group once, and that shall not count in its favour."""
+    """Let Megatron make each group only once, as a session does.
+
+    Each gloo group has a thread that wakes a hundred times a second, which takes 3 % of the CPU time here.
+    """
     original, made = dist.new_group, {}
 
     def new_group(ranks=None, *arguments, **keywords):
@@ -40,9 +42,9 @@ def each_group_once() -> None:
     dist.new_group = new_group
 
 
-def plain() -> Iterator[object]:
-    """Iterations as Megatron's own training loop does them: nothing of this project is in them."""
-    dist.init_process_group("gloo")
+def plain(backend: str = "gloo") -> Iterator[object]:
+    """Train as Megatron's own loop does, without Unicron."""
+    dist.init_process_group(backend)
     each_group_once()
     parallel_state.initialize_model_parallel(*SIZES)
     chunks, optimizer = tiny_gpt.build()
@@ -54,6 +56,7 @@ def plain() -> Iterator[object]:
         if losses:  # the last stage's; Megatron's own training logs their mean over the replicas
             loss = torch.stack([one["lm loss"] for one in losses]).mean()
             dist.all_reduce(loss, group=group)
+            float(loss)  # as it is logged
         yield number
 
 

@@ -1,1 +1,1 @@
-
+"""Unicron on one card: a table of checks (docs/gpu.md)."""

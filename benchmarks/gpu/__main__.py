@@ -1,11 +1,11 @@
-"""Unicron on one card: a table of checks, made in under nine minutes (docs/gpu.md). The cost of a step, the
-templates and, with --nccl, the other way of NCCL are made with --only.
+"""Unicron on one card: a table of checks, made in under nine minutes (docs/gpu.md).
 
-    python -m benchmarks.gpu [--device cuda|cpu] [--nccl LIBRARY] [--only NAME]... [--seconds 520] [--out FOLDER]
+    python -m benchmarks.gpu [--device cuda|cpu] [--nccl LIBRARY] [--only NAME]... [--out FOLDER]
 
 Without a card it is a dry run: the same programs with small models and gloo on the CPU. --nccl: a libnccl.so.2 of 2.30
 or later, which allows several ranks on one card. Each check is a process of its own with a time limit; a check that
-fails or hangs does not stop the others. FOLDER gets rows.jsonl, a JSON line for each row, and log.txt.
+fails or hangs does not stop the others. FOLDER gets rows.jsonl, a JSON line for each row, and log.txt. Some checks run
+only with --only: the cost of a step, the templates and, with --nccl, the other way of NCCL.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ import argparse
 import json
 import os
 import platform
-import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
 
 import psutil
 
-from benchmarks.gpu import rows
+from benchmarks.gpu.rows import patience, say
 from unicron_detector.processes.supervise import adopt_orphans
 
-# Read in NCCL's sources: several ranks on one card are allowed so, without NVLS and with few channels.
+SECONDS = 520.0  # for all checks; a dry run may take six times that
+# By NCCL's sources these allow several ranks on one card.
 ONE_CARD = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
@@ -37,7 +38,7 @@ ONE_CARD = {
     "NCCL_ALGO": "RING",
     "NCCL_DEBUG": "WARN",
 }
-# Ranks that take each other for other hosts' reach each other through sockets.
+# Ranks that take each other for other hosts' use sockets.
 APART = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
@@ -45,124 +46,82 @@ APART = {
     "NCCL_MAX_CTAS": "2",
     "NCCL_DEBUG": "WARN",
 }
-
-# Seconds for a communicator to be made: torch's own limit is 30 minutes, and nothing else ends it.
+# Seconds to make a communicator: torch's own limit is 30 minutes, and nothing else ends it.
 QUICK = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": "6"}
+# The loaded NCCL; torch.cuda.nccl.version() is the one that torch was built with.
+LOADED = """
+import ctypes, torch
+number = ctypes.c_int()
+ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+print(torch.version.cuda, number.value)
+"""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table, or several. number: of the check in docs/gpu.md. limit: seconds."""
+    """A program of this package, which makes one row of the table or several."""
 
     name: str
     number: int
+    """Its number in docs/gpu.md."""
     words: tuple[str, ...]
     limit: float
+    """Seconds."""
     environment: dict[str, str] = field(default_factory=dict)
-    asked: bool = False  # made where it is named alone
+    named_only: bool = False
+    """It runs only with --only."""
 
 
-OF_ALL = (
-    Check("errors", 5, ("errors",), 90),
-    Check("health", 6, ("health",), 40),
-    Check("snapshots", 4, ("snapshots",), 150),
-    Check("cost", 6, ("cost",), 120, asked=True),
-)
+def checks_of(backend: str, suffix: str, environment: dict[str, str], named_only: bool = False) -> list[Check]:
+    """Return the checks of several ranks."""
+    number = 2 if backend == "gloo" else 3
+    return [
+        Check(f"aborted{suffix}", number, ("aborted", backend), 100, environment | QUICK, named_only),
+        Check(f"heal{suffix}", number, ("heal", backend, "faults"), 200, environment, named_only),
+        Check(f"layouts{suffix}", number, ("heal", backend, "layouts"), 150, environment, named_only),
+        Check(f"agents{suffix}", number, ("agents", backend), 90, environment, named_only),
+        Check(f"templates{suffix}", number, ("templates", backend), 170, environment, True),
+    ]
 
 
 def checks(device: str, library: str | None) -> list[Check]:
-    """In the order in which they are made."""
-    preload = {"LD_PRELOAD": library} if library else {}
+    """Return the checks in their order. Nine minutes are enough for one way of NCCL."""
     found = [Check("alone", 1, ("alone",), 70)]
     if device == "cpu":
-        found += [Check("aborted", 3, ("aborted", "gloo"), 90), Check("heal-gloo", 2, ("heal", "gloo", "faults"), 200)]
-        found += [Check("layouts-gloo", 3, ("heal", "gloo", "layouts"), 120)]
-        found += [Check("agents-gloo", 3, ("agents", "gloo"), 90)]
-        found += [Check("templates-gloo", 3, ("templates", "gloo"), 170, asked=True)]
-        return [*found, *OF_ALL]
-    # NCCL comes in one of two ways. Nine minutes are enough for one.
-    shared = [
-        Check("aborted", 3, ("aborted", "nccl"), 100, ONE_CARD | QUICK | preload),
-        Check("heal", 3, ("heal", "nccl", "faults"), 200, ONE_CARD | preload),
-        Check("layouts", 3, ("heal", "nccl", "layouts"), 150, ONE_CARD | preload),
-        Check("agents", 3, ("agents", "nccl"), 90, ONE_CARD | preload),
+        found += checks_of("gloo", "-gloo", {})
+    else:
+        if library:
+            found += checks_of("nccl", "", ONE_CARD | {"LD_PRELOAD": library})
+        found += checks_of("apart", "-apart", APART, named_only=bool(library))
+        found.append(Check("heal-gloo", 2, ("heal", "gloo", "faults"), 150))
+    return [
+        *found,
+        Check("errors", 5, ("errors",), 90),
+        Check("health", 6, ("health",), 40),
+        Check("snapshots", 4, ("snapshots",), 150),
+        Check("cost", 6, ("cost",), 120, named_only=True),
     ]
-    apart = [
-        Check("aborted-apart", 3, ("aborted", "apart"), 100, APART | QUICK),
-        Check("heal-apart", 3, ("heal", "apart", "faults"), 200, APART),
-        Check("layouts-apart", 3, ("heal", "apart", "layouts"), 150, APART),
-        Check("agents-apart", 3, ("agents", "apart"), 90, APART),
-    ]
-    first, last = (shared, [replace(each, asked=True) for each in apart]) if library else (apart, [])
-    last.append(Check("templates-apart", 3, ("templates", "apart"), 170, APART, asked=True))
-    return [*found, *first, Check("heal-gloo", 2, ("heal", "gloo", "faults"), 150), *OF_ALL, *last]
 
 
-class Table:
-    """Prints rows as they come, and keeps them."""
-
-    def __init__(self, folder: Path | None):
-        self.failed = 0
-        self.began = time.monotonic()
-        self.file: IO[str] | None = None
-        self.log: IO[bytes] | None = None
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.file, self.log = (folder / "rows.jsonl").open("w"), (folder / "log.txt").open("wb")
-
-    def add(self, check: Check, what: str, saw: str, ok: bool, figures: dict[str, Any]) -> None:
-        self.failed += not ok
-        at = time.monotonic() - self.began
-        print(f"{at:5.0f} s  {check.number}  {'ok    ' if ok else 'FAILED'}  {what}: {saw}"[:1800], flush=True)
-        if self.file is not None:
-            row = {"check": check.number, "name": check.name, "what": what, "saw": saw, "ok": ok, "at": round(at, 1)}
-            self.file.write(json.dumps({**row, **figures}, default=str) + "\n")
-            self.file.flush()
-
-    def said(self, check: Check, line: bytes) -> None:
-        """A line of output of a check: a row, or for the log."""
-        found = rows.parsed(line.decode(errors="replace"))
-        if found is not None:
-            self.add(check, *found)
-        elif self.log is not None:
-            self.log.write(line)
-            self.log.flush()
-
-
-def run(check: Check, table: Table, limit: float) -> None:
-    """A check to its end, or to its limit."""
+def run(check: Check, folder: Path, limit: float) -> None:
+    """Run a check to its end, or to its limit."""
+    os.environ["GPU_CHECK"] = f"{check.number} {check.name}"
     words = [sys.executable, "-m", f"benchmarks.gpu.{check.words[0]}", *check.words[1:]]
     environment = os.environ | check.environment
-    if table.log is not None:
-        table.log.write(f"======== {check.name}\n".encode())
-        table.log.flush()
-    errors = table.log if table.log is not None else None
-    process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)
-    assert process.stdout is not None
-    deadline, rest = time.monotonic() + limit, b""
-    while (left := deadline - time.monotonic()) > 0:
-        if not select.select([process.stdout], [], [], left)[0]:
-            continue
-        data = os.read(process.stdout.fileno(), 1 << 16)
-        if not data:
-            break
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            table.said(check, line + b"\n")
-    hung = process.poll() is None and time.monotonic() >= deadline
-    end_all()
+    with (folder / "log.txt").open("ab") as log:
+        log.write(f"======== {check.name}\n".encode())
+        log.flush()
+        process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
-        code = process.wait(10)
+        if code := process.wait(limit):
+            say(check.name, f"ended with {code}", ok=False)
     except subprocess.TimeoutExpired:
-        code = -signal.SIGKILL  # it is in the driver
-    if hung:
-        table.add(check, check.name, f"not over after {limit:.0f} s, ended", False, {})
-    elif code:
-        table.add(check, check.name, f"ended with {code}", False, {})
+        say(check.name, f"not over after {limit:.0f} s, ended", ok=False)
+    end_all()
 
 
 def end_all() -> None:
-    """No process of a check is left, whoever was its parent: this one adopts them."""
+    """End all processes of a check. They are this one's children, which adopts orphans."""
     deadline = time.monotonic() + 10
     while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
         for process in left:
@@ -173,41 +132,43 @@ def end_all() -> None:
         psutil.wait_procs(left, 1)
 
 
-# torch.cuda.nccl.version() is what torch was built with.
-LOADED = """
-import ctypes, torch
-number = ctypes.c_int()
-ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-print(torch.version.cuda, number.value)
-"""
-
-
-def asked_of_torch(library: str | None) -> str:
-    """The versions of CUDA and of the NCCL that is loaded."""
+def nccl_version(library: str | None) -> str:
+    """Return the versions of CUDA and of the NCCL that is loaded."""
     environment = os.environ | ({"LD_PRELOAD": library} if library else {})
     command = [sys.executable, "-c", LOADED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     return done.stdout.strip() or done.stderr[-200:]
 
 
-def versions(device: str, library: str | None) -> tuple[str, dict[str, Any]]:
-    """Return what this machine is."""
-    found = {"python": platform.python_version(), "kernel": platform.release(), "cores": os.cpu_count()}
+def versions(device: str, library: str | None) -> dict[str, str]:
+    """Return the versions of this machine."""
+    found = {"python": platform.python_version(), "kernel": platform.release(), "cores": str(os.cpu_count())}
     for name in ("torch", "megatron-core", "numpy", "pyzmq", "msgspec"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "none"
-    shared = os.statvfs("/dev/shm")
-    found["shared memory"] = f"{shared.f_bavail * shared.f_frsize / 1e9:.0f} GB"
+    found["shared memory"] = f"{psutil.disk_usage('/dev/shm').free / 1e9:.0f} GB"
     if device == "cuda":
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-        asked = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-        found["card"] = asked.stdout.strip()
-        found["CUDA, NCCL"] = asked_of_torch(None)
+        found["card"] = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.strip()
+        found["CUDA, NCCL"] = nccl_version(None)
         if library:
-            found["NCCL of several ranks on a card"] = asked_of_torch(library).split()[-1]
-    return ", ".join(f"{name} {value}" for name, value in found.items()), found
+            found["NCCL of several ranks on a card"] = nccl_version(library).split()[-1]
+    return found
+
+
+def rows_of(path: Path, began: float) -> Iterator[bool]:
+    """Print the new rows of a file at each call of next(). Yield whether a row has failed so far."""
+    failed = False
+    with path.open() as file:
+        while True:
+            for line in file:
+                row = json.loads(line)
+                failed = failed or not row["ok"]
+                text = f"{row['at'] - began:5.0f} s  {row['check']}  {'ok    ' if row['ok'] else 'FAILED'}  "
+                print(f"{text}{row['what']}: {row['saw']}"[:1800], flush=True)
+            yield failed
 
 
 def main() -> int:
@@ -215,32 +176,31 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="by default what there is")
     parser.add_argument("--nccl", metavar="LIBRARY", help="libnccl.so.2 of 2.30 or later")
     parser.add_argument("--only", action="append", metavar="NAME", help="this check; may be given again; in this order")
-    parser.add_argument("--seconds", type=float, default=520.0, help="for all of it; a dry run may take six times that")
-    parser.add_argument("--out", type=Path, metavar="FOLDER")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", default=Path(tempfile.gettempdir(), "unicron-gpu"))
     options = parser.parse_args()
     device = options.device or ("cuda" if Path("/dev/nvidiactl").exists() else "cpu")
-    os.environ["GPU_DEVICE"], os.environ["PYTHONUNBUFFERED"] = device, "1"
-    found = checks(device, options.nccl)
-    if unknown := sorted(set(options.only or ()) - {check.name for check in found}):
-        parser.error(f"no check is named {unknown[0]}: write {', '.join(check.name for check in found)}")
-    table, deadline = Table(options.out), time.monotonic() + options.seconds * rows.patience()
-    table.add(Check("versions", 0, (), 0), "versions", *versions_row(device, options.nccl))
+    found = {check.name: check for check in checks(device, options.nccl)}
+    if unknown := sorted(set(options.only or ()) - set(found)):
+        parser.error(f"no check is named {unknown[0]}: write {', '.join(found)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    path, began = options.out.resolve() / "rows.jsonl", time.time()
+    for file in (path, options.out / "log.txt"):
+        file.write_text("")
+    os.environ |= {"GPU_DEVICE": device, "PYTHONUNBUFFERED": "1", "GPU_ROWS": str(path), "GPU_CHECK": "0 versions"}
     adopt_orphans()
-    named = {check.name: check for check in found}
-    wanted = [named[name] for name in options.only] if options.only else [each for each in found if not each.asked]
-    for check in wanted:
-        left = deadline - time.monotonic()
+    about = versions(device, options.nccl)
+    say("versions", ", ".join(f"{name} {value}" for name, value in about.items()), **about)
+    failed = rows_of(path, began)
+    for name in options.only or [check.name for check in found.values() if not check.named_only]:
+        next(failed)
+        left = began + SECONDS * patience() - time.time()
         if left < 10:
-            table.add(check, check.name, "not made: no time was left", False, {})
-            continue
-        run(check, table, min(check.limit * rows.patience(), left))
-    print(f"{table.failed} failed, {time.monotonic() - table.began:.0f} s")
-    return int(table.failed > 0)
-
-
-def versions_row(device: str, library: str | None) -> tuple[str, bool, dict[str, Any]]:
-    text, figures = versions(device, library)
-    return text, True, figures
+            say(name, "not made: no time was left", ok=False)
+        else:
+            run(found[name], options.out, min(found[name].limit * patience(), left))
+    wrong = next(failed)
+    print(f"{'failed' if wrong else 'passed'}, {time.time() - began:.0f} s; rows and log are in {options.out}")
+    return int(wrong)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A collective whose peer is gone, without sessions: three ranks, of which the last dies or stops.
+"""A collective whose peer is gone, without sessions: the last of three ranks dies or stops.
 
     python -m benchmarks.gpu.aborted gloo|nccl|apart
 
-The product's own parts are used: `abort.settle`, `Unblocker` and `Aborter`. Every step has a time limit.
+It uses the product's `Unblocker` and `Aborter`. Every step has a time limit.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from typing import Any
 
 from benchmarks.gpu.rows import on_card, patience, row
 
-# What happens to the last rank, and in words.
 KINDS = {
     "killed": "the peer is killed",
     "stopped": "the peer is stopped (SIGSTOP)",
     "first": "the peer is killed before the first collective",
 }
 SIZE = 3
-FREED_AFTER = 1.0  # seconds from the collective's begin to the abort
+FREED_AFTER = 1.0  # seconds from the beginning of the collective to the abort
 KICK = 0.02  # seconds between two aborts
 STEP_LIMIT, RUN_LIMIT = 12.0 * patience(), 60.0 * patience()
 ELEMENTS = 1 << 20
 
 
 class Survivor:
-    """One rank that goes on; what it sees goes out as JSON lines."""
+    """One rank that goes on, and prints its results as JSON lines."""
 
     def __init__(self, rank: int, port: int, backend: str):
         import torch
@@ -59,8 +58,7 @@ class Survivor:
         print(json.dumps({"rank": self.rank, "what": what, **figures}), flush=True)
 
     def limited(self, work: Callable[[], Any], limit: float = STEP_LIMIT) -> dict[str, Any]:
-        """Return how `work` ended in a thread of its own: "returned VALUE", "raised ERROR" or "hangs", after so many
-        seconds."""
+        """Return how `work` ends in a thread ("returned VALUE", "raised ERROR" or "hangs"), and its seconds."""
         found: dict[str, Any] = {"how": "hangs"}
 
         def target() -> None:
@@ -78,7 +76,7 @@ class Survivor:
         return {"how": found["how"], "seconds": round(time.monotonic() - began, 3)}
 
     def world(self, name: str, rank: int, size: int) -> None:
-        """A generation's world."""
+        """Form a generation's world."""
         store = self.dist.PrefixStore(name, self.store)
         with self.unblocker.building():
             self.dist.init_process_group(
@@ -86,7 +84,7 @@ class Survivor:
             )
 
     def reduce(self) -> float:
-        """An all-reduce of ones, and what came of it."""
+        """Return the result of an all-reduce of ones."""
         tensor = self.torch.ones(ELEMENTS, device=self.device)
         self.dist.all_reduce(tensor)
         return float(tensor.cpu()[-1])
@@ -109,7 +107,7 @@ class Survivor:
         self.afterwards()
 
     def freed(self) -> None:
-        """The collective that lacks a peer, freed by aborts as the product's watch does them."""
+        """Free a collective that lacks a peer by aborts, as the product's watch does."""
         over, aborts = threading.Event(), []
 
         def kick() -> None:
@@ -144,7 +142,7 @@ class Survivor:
             self.say("work", **self.limited(lambda: str(work.exception())[:200]))
 
     def afterwards(self) -> None:
-        """The device, the dead group, and a new one."""
+        """Use the device, the dead group, and a new one."""
         ones = self.torch.ones(8, device=self.device)
         self.say("stream", **self.limited(lambda: float(ones.sum())))
         self.say("later", **self.limited(self.reduce, 6.0))
@@ -159,7 +157,7 @@ class Survivor:
 
 
 def run(backend: str, kind: str) -> dict[int, dict[str, Any]]:
-    """rank -> what it said, by name. Raises AssertionError with what they wrote where one said nothing."""
+    """Return each rank's results by name. Raises AssertionError if one has none."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -196,19 +194,20 @@ def main() -> int:
         with row(f"{backend}, {words}") as saw:
             found = run(backend, kind)
             first = found[0]
-            text = f"the collective {first['freed']['how']} after {first['freed']['seconds']} s"
-            text += f"; aborts {first['freed']['aborts']}"
-            text += f"; work {first.get('work', {}).get('how', 'none')}"
-            text += (
-                f"; the stream {first['stream']['how']}; a later collective of the dead group {first['later']['how']}"
-            )
-            text += f" ({first['later']['seconds']} s), then the stream {first['stream after it']['how']}"
-            text += f"; destroyed: {first['destroyed']['how']} ({first['destroyed']['seconds']} s)"
-            text += f"; rebuilt in {first['rebuilt']['seconds']} s: {first['rebuilt']['how']}"
             new = [found[rank].get("first collective", {"how": "never", "seconds": 0}) for rank in found]
-            text += f"; first collective {new[0]['how']} ({new[0]['seconds']} s)"
+            parts = [
+                f"the collective {first['freed']['how']} after {first['freed']['seconds']} s",
+                f"aborts {first['freed']['aborts']}",
+                f"work {first.get('work', {}).get('how', 'none')}",
+                f"the stream {first['stream']['how']}",
+                f"a later collective of the dead group {first['later']['how']} ({first['later']['seconds']} s)",
+                f"then the stream {first['stream after it']['how']}",
+                f"destroyed: {first['destroyed']['how']} ({first['destroyed']['seconds']} s)",
+                f"rebuilt in {first['rebuilt']['seconds']} s: {first['rebuilt']['how']}",
+                f"first collective {new[0]['how']} ({new[0]['seconds']} s)",
+            ]
             fine = all(each["how"] == f"returned {SIZE - 1:.1f}" for each in new)
-            saw(text, ok=fine, ranks=found)
+            saw("; ".join(parts), ok=fine, ranks=found)
     return 0
 
 

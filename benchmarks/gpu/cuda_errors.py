@@ -1,8 +1,8 @@
-"""Real errors of CUDA, each raised here. Without a card: what a program gets in their place on a CPU.
+"""Raise a real error of CUDA; without a card, what a program gets instead on a CPU.
 
     python -m benchmarks.gpu.cuda_errors KIND [catch]
 
-catch: the process catches the error and says what it can do afterwards, as a JSON line.
+catch: the process catches the error and prints as a JSON line whether it can go on.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ extern "C" __global__ void writes(unsigned long long address) { *reinterpret_cas
 
 
 def device_assert() -> None:
-    """An index that is out of range, in a kernel."""
+    """Use an index out of range in a kernel."""
     table = torch.ones(4, device=DEVICE)
     float(table[torch.tensor([4711], device=DEVICE)].sum())
 
 
 def illegal_address() -> None:
-    """A kernel writes where nothing is."""
+    """Write to an address without memory in a kernel."""
     if DEVICE == "cpu":
         raise RuntimeError("no card: CUDA error: an illegal memory access was encountered [not real]")
     kernel = torch.cuda._compile_kernel(WRITES, "writes")
@@ -35,7 +35,7 @@ def illegal_address() -> None:
 
 
 def out_of_memory() -> None:
-    """More than there is."""
+    """Allocate more memory than there is."""
     torch.empty(1 << 60, dtype=torch.uint8, device=DEVICE)
 
 
@@ -47,7 +47,7 @@ KINDS: dict[str, Callable[[], None]] = {
 
 
 def can_go_on() -> str:
-    """Try to go on after an error: "yes", or the error of the next thing that it does on its device."""
+    """Return "yes", or the error of the next operation on the device."""
     try:
         assert float(torch.ones(8, device=DEVICE).sum()) == 8.0
     except Exception as error:
@@ -65,8 +65,7 @@ def main() -> None:
         KINDS[kind]()
         print(json.dumps({"type": "", "text": "no error", "then": can_go_on()}))
     except Exception as error:
-        said = {"type": type(error).__name__, "text": str(error)[:600], "then": can_go_on()}
-        print(json.dumps(said), flush=True)
+        print(json.dumps({"type": type(error).__name__, "text": str(error)[:600], "then": can_go_on()}), flush=True)
 
 
 if __name__ == "__main__":

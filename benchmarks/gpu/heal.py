@@ -1,9 +1,9 @@
-"""Ranks on the card fail, and the survivors are compared with ranks of which none fails.
+"""Ranks on the card fail, and the survivors are compared with an undisturbed run.
 
     python -m benchmarks.gpu.heal gloo|nccl|apart faults|layouts [CASE]...
 
-nccl: NCCL ranks on one card, which NCCL allows from 2.30 on. apart: each tells NCCL that it is on a host of its own.
-The ranks are those of the rank tests (`tests.support.rank_harness`), with the controller's own decisions.
+nccl: several NCCL ranks on one card, which NCCL allows from 2.30 on. apart: each rank tells NCCL that it is on a host
+of its own. The ranks are those of the rank tests (`tests.support.rank_harness`), with the controller's own decisions.
 """
 
 from __future__ import annotations
@@ -25,25 +25,28 @@ from tests.support.rank_harness import Ranks
 SCRIPT = Path(__file__).with_name("ranks.py")
 MEMORY = "/dev/shm"
 RUN_SECONDS, STOP_SECONDS, LATE_SECONDS = 50.0, 20.0, 4.0
-# On a card sums of gradients come in another order each time: tests/process has 1e-7 and 1e-5 for the CPU.
+# A card adds gradients in another order each time: on the CPU tests/process has 1e-7 and 1e-5.
 LOSSES, GRADIENTS = 1e-4, 1e-4  # relative
 COMMIT = 2  # the number of the commit among an iteration's reduces: bucket, proof, commit
 
 
 @dataclass
 class Case:
-    """A run. survivors: the slots that train to the end. like: the case whose losses and gradients it has to show."""
+    """A run of ranks."""
 
     faults: list[dict[str, Any]]
     survivors: list[int]
+    """The slots that train to the end."""
     size: int = 4
     iterations: int = 8
     settings: dict[str, str] = field(default_factory=dict)
     keywords: dict[str, Any] = field(default_factory=dict)
     like: str = "undisturbed"
+    """The case whose losses and gradients it must have."""
     memory: bool = False
     gradients: bool = True
-    losses: float = LOSSES  # relative
+    losses: float = LOSSES
+    """The largest relative difference of a loss."""
 
 
 OVERLAP = {"TINY_OVERLAP": "1"}
@@ -134,7 +137,7 @@ CASES: dict[str, Case] = {
 }
 NOT_GLOO = ("distributed optimizer, kill in compute and of copies", "TP2, undisturbed", "TP2 x DP2, kill in compute")
 
-# Layout "TP PP VPP", and settings: a second replica's rank is killed in each, at these places of iteration 1.
+# Layout "TP PP VPP", settings, and the place in iteration 1 at which the last rank is killed.
 SHAPES: dict[str, tuple[str, dict[str, str], str]] = {
     "PP2 x DP2, kill between stages": ("1 2 1", {}, "backward"),
     "interleaved PP2 x DP2, overlapped reduces, kill between stages": ("1 2 2", OVERLAP, "backward"),
@@ -146,11 +149,11 @@ SHAPES: dict[str, tuple[str, dict[str, str], str]] = {
         "backward",
     ),
 }
-SHAPE_LOSSES = 1e-3  # bf16 and fp16: a last bit of a sum, and where it sends a token
+SHAPE_LOSSES = 1e-3  # bf16 and fp16: the last bit of a sum may send a token to another expert
 
 
 def shapes() -> dict[str, Case]:
-    """The cases of :data:`SHAPES`, each with one of its layout in which nothing fails."""
+    """Return the cases of :data:`SHAPES`, each after an undisturbed one of its layout."""
     found = {}
     for name, (layout, settings, place) in SHAPES.items():
         tensor, pipeline, _ = map(int, layout.split())
@@ -178,16 +181,16 @@ def environment(backend: str) -> dict[str, str]:
     return found | ({"GPU_APART": "1"} if backend == "apart" else {})
 
 
-class Told(Ranks):
-    """Ranks that say where they are when they do not come to rest."""
+class TracedRanks(Ranks):
+    """Ranks that print their stacks when they do not come to rest."""
 
-    asked = 0  # Breaks after which they were asked
+    traced = 0  # Breaks after which they were
 
     def _hear(self, milliseconds: int) -> None:
         super()._hear(milliseconds)
-        late = len(self.breaks) > self.asked and time.time() - self.breaks[-1][2] > LATE_SECONDS * patience()
+        late = len(self.breaks) > self.traced and time.time() - self.breaks[-1][2] > LATE_SECONDS * patience()
         if late and self.broken == self.generation:
-            self.asked = len(self.breaks)
+            self.traced = len(self.breaks)
             self._ask()
 
     def _where(self) -> dict[Any, Any]:
@@ -195,7 +198,7 @@ class Told(Ranks):
         return super()._where()
 
     def _ask(self) -> None:
-        """Their stacks go to their standard error."""
+        """Ask all ranks for their stacks, on their standard error."""
         for rank in self.ranks.values():
             if rank.child is not None and rank.child.poll() is None:
                 print(f"gpu-check: where is slot {rank.slot}? {rank.status}", file=sys.stderr, flush=True)
@@ -206,17 +209,17 @@ class Told(Ranks):
 
 
 def drive(case: Case, out: Path, backend: str, shared: str, warm: bool) -> Ranks:
-    """Run it to its end. Raises AssertionError where it does not come to one in time."""
+    """Run a case to its end. Raises AssertionError if that takes too long."""
     settings = {**environment(backend), **case.settings, "TINY_ITERATIONS": str(case.iterations)}
     if case.memory:
         settings["UNICRON_MEMORY"] = shared
-    ranks = Told(out, case.size, case.faults, fork=warm, **case.keywords, **settings)
+    ranks = TracedRanks(out, case.size, case.faults, fork=warm, **case.keywords, **settings)
     ranks.drive()
     return ranks
 
 
 def notes(out: Path, what: str) -> list[dict[str, Any]]:
-    """Return what the ranks have noted of a kind, with their slots."""
+    """Return the ranks' notes of a kind, with their slots."""
     found = []
     for path in sorted(out.glob("notes.*")):
         lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
@@ -225,7 +228,7 @@ def notes(out: Path, what: str) -> list[dict[str, Any]]:
 
 
 def times(ranks: Ranks, out: Path) -> dict[str, Any]:
-    """Seconds of each recovery: from the fault to the Break, to the plan, and to the first step after it."""
+    """Return the seconds of each recovery: from the fault to the Break, to the plan, and to the first step."""
     struck = sorted(float(path.read_text()) for path in out.glob("fault.*"))
     steps = sorted(json.loads(line)["time"] for path in out.glob("losses.*") for line in path.read_text().splitlines())
     found: dict[str, Any] = {"to_break": [], "to_first_step": [], "to_plan": [round(each, 3) for each in ranks.rests]}
@@ -244,7 +247,7 @@ def times(ranks: Ranks, out: Path) -> dict[str, Any]:
 
 
 def compare(case: Case, ranks: Ranks, out: Path, reference: Path) -> dict[str, float]:
-    """The largest relative differences of losses and gradients. Raises AssertionError for a ledger that is wrong."""
+    """Return the largest relative differences of losses and gradients. Raises AssertionError if one is too large."""
     proof.exactly_once(ranks, case.iterations)
     if ranks.replica == 1:
         proof.nothing_thrown_away(ranks)
@@ -262,13 +265,13 @@ def compare(case: Case, ranks: Ranks, out: Path, reference: Path) -> dict[str, f
 
 
 def ended(case: Case, ranks: Ranks) -> None:
-    """Raises AssertionError unless those who are to survive have trained to the end."""
+    """Raises AssertionError unless exactly the expected survivors have trained to the end."""
     survived = {slot for slot, codes in ranks.exits.items() if codes[-1] == 0}
     assert survived == set(case.survivors), f"survivors {sorted(survived)}, exits {ranks.exits}, faults {ranks.faults}"
 
 
 def check(name: str, case: Case, backend: str, made: dict[str, Path], folder: Path, warm: bool) -> bool:
-    """One case; whether all was as it is to be."""
+    """Run one case. Return whether it passes."""
     out = folder / str(len(made))
     out.mkdir()
     fine = False
@@ -290,8 +293,12 @@ def check(name: str, case: Case, backend: str, made: dict[str, Path], folder: Pa
         text = f"losses within {differ['losses_differ']:.0e}, gradients {differ['gradients_differ']:.0e}"
         if ranks.breaks:
             text += f"; {len(ranks.breaks)} recoveries"
-        said = (("abort_seconds", "abort"), ("torn_down", "groups torn down"), ("to_first_step", "Break to first step"))
-        for key, words in said:
+        parts = (
+            ("abort_seconds", "abort"),
+            ("torn_down", "groups torn down"),
+            ("to_first_step", "Break to first step"),
+        )
+        for key, words in parts:
             text += f"; {words} {span(figures[key])} s" if figures[key] else ""
         text += f"; stuck and killed: {figures['stuck']}" if figures["stuck"] else ""
         fine = not ranks.stuck
@@ -300,12 +307,12 @@ def check(name: str, case: Case, backend: str, made: dict[str, Path], folder: Pa
 
 
 def span(values: list[float]) -> str:
-    """The least and the most."""
+    """Return the least and the largest value."""
     return f"{min(values):.3g}" if min(values) == max(values) else f"{min(values):.3g} to {max(values):.3g}"
 
 
 def is_warm(backend: str, folder: Path) -> bool:
-    """Whether ranks on a card can be forks of the template, as an agent's are; else each is started cold."""
+    """Return whether ranks on a card can be forks of the template, as an agent's are; else each starts cold."""
     out = folder / "warm"
     out.mkdir()
     fine = False

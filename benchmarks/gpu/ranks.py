@@ -1,9 +1,10 @@
-"""tiny_gpt on a card: what the ranks of ``benchmarks.gpu`` run, all of them on the first card of the machine.
+"""Train tiny_gpt on the first card of the machine; a rank's notes are JSON lines in TINY_OUT/notes.SLOT.
 
-Environment, beside tiny_gpt's: GPU_BACKEND "nccl" or "gloo"; GPU_APART=1: each rank tells NCCL that it is a host of its
-own, which an NCCL before 2.30 needs where ranks share a card; GPU_PLAIN=1: no fault points. TINY_FAULT has more kinds:
-"assert", "illegal" and "oom", which are real errors of CUDA. In TINY_OUT/notes.SLOT is what a rank notes, a JSON line
-each.
+Environment, beside tiny_gpt's, whose TINY_FAULT has the kinds "assert", "illegal" and "oom", real errors of CUDA:
+
+GPU_BACKEND: "nccl" or "gloo"
+GPU_APART=1: each rank tells NCCL that it is on a host of its own, as NCCL before 2.30 needs on a shared card
+GPU_PLAIN=1: no fault points
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from unicron_transition.snapshot import image_format, keeper  # noqa: E402
 
 
 def note(what: str, **figures: Any) -> None:
-    """One line of what happened here."""
+    """Note an event."""
     with (fault_points.OUT / f"notes.{SLOT}").open("a") as file:
         file.write(json.dumps({"what": what, "at": time.time(), **figures}) + "\n")
 
 
 def use_card() -> None:
-    """tiny_gpt builds its model and its micro-batches on the CPU."""
+    """Move tiny_gpt's model and micro-batches from the CPU to the card."""
     build_part, fetch = tiny_gpt.part, tiny_gpt.fetch
     tiny_gpt.part = lambda config, stage: build_part(config, stage).to(DEVICE)
     tiny_gpt.fetch = lambda iteration, index: fetch(iteration, index).to(DEVICE)
@@ -61,7 +62,7 @@ def use_card() -> None:
 
 
 class OneByOne:
-    """gloo has no coalesced all-reduce of CUDA tensors, so Megatron's buckets are reduced one by one."""
+    """Reduces Megatron's buckets one by one: gloo has no coalesced all-reduce of CUDA tensors."""
 
     def __init__(self, group: Any, async_ops: bool = False):
         self.works: list[Any] = []
@@ -86,7 +87,7 @@ class OneByOne:
 
 
 def note_aborts() -> None:
-    """Note how long aborts and the end of groups take, and the exception that the main thread got of it."""
+    """Note the seconds of aborts and of the end of groups, and the exception of the main thread."""
     run, recover, tear_down = nccl._Abort.run, session.Session._recover, process_groups.tear_down
 
     def running(self: Any) -> None:
@@ -110,7 +111,7 @@ def note_aborts() -> None:
 
 
 def note_copies() -> None:
-    """Note the seconds of a copy of the state to the node's memory, of its checksum, and that the training waits."""
+    """Note the seconds of a copy of the state to memory, of its checksum, and of the training's wait for it."""
 
     def timed(owner: Any, name: str, what: str) -> None:
         original = getattr(owner, name)
@@ -134,23 +135,23 @@ def note_copies() -> None:
 
 
 def memory_note(made: unicron.Session) -> Callable[[], dict[str, Any]]:
-    """To be called in each iteration: what the rank's memory is by then."""
+    """Return a function for each iteration that notes the rank's memory."""
     parameters = sum(each.numel() for chunk in made._model for each in chunk.module.parameters())
 
-    def told() -> dict[str, Any]:
+    def note_memory() -> dict[str, Any]:
         if made.iteration in (0, 3):
-            figures = {"parameters": parameters, "said": made.memory}
+            figures = {"parameters": parameters, "report": made.memory}
             if ON_CARD:
                 allocated = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
                 figures |= {"allocated": allocated[0], "most": allocated[1]}
             note("memory", **figures)
         return {"seconds": made._at.seconds}
 
-    return told
+    return note_memory
 
 
 def strike_cards() -> None:
-    """More kinds of faults."""
+    """Add the kinds of faults of a card."""
     strike = fault_points.strike
 
     def strike_more(fault: dict[str, Any]) -> None:
@@ -164,7 +165,7 @@ def strike_cards() -> None:
 
 
 def make() -> unicron.Session:
-    """The session of tiny_gpt's model on this device."""
+    """Return the session of tiny_gpt's model on this device."""
     unicron.init_process_group(BACKEND, unicron.Layout(tensor=tiny_gpt.TENSOR, pipeline=tiny_gpt.PIPELINE))
     virtual = tiny_gpt.VIRTUAL if tiny_gpt.VIRTUAL > 1 else None
     parallel_state.initialize_model_parallel(tiny_gpt.TENSOR, tiny_gpt.PIPELINE, virtual)

@@ -1,4 +1,4 @@
-"""Rows of the table: one JSON line each, printed at once."""
+"""Rows of the table, as JSON lines in the file GPU_ROWS."""
 
 from __future__ import annotations
 
@@ -11,38 +11,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-MARK = '{"row": '
-
 
 def on_card() -> bool:
-    """The checks use a card; without one they are a dry run on the CPU."""
+    """Return whether the checks use a card; otherwise they are a dry run on the CPU."""
     return os.environ.get("GPU_DEVICE", "cpu") == "cuda"
 
 
 def patience() -> float:
-    """A factor of time limits: a dry run may share its cores with much else, and a card's time is short."""
+    """Return a factor of time limits: a dry run may share its cores, and a card's time is short."""
     return 1.0 if on_card() else 6.0
 
 
 def say(what: str, saw: str, /, *, ok: bool = True, **figures: Any) -> None:
-    """One row of the table."""
-    print(MARK + json.dumps([what, saw, ok, figures], default=str) + "}", flush=True)
-
-
-def parsed(line: str) -> tuple[str, str, bool, dict[str, Any]] | None:
-    """The row in a line of output; None where it has none."""
-    if not line.startswith(MARK):
-        return None
-    try:
-        what, saw, ok, figures = json.loads(line)["row"]
-    except (ValueError, KeyError):
-        return None
-    return what, saw, ok, figures
+    """Add a row to the table, of the check GPU_CHECK."""
+    check, _, name = os.environ.get("GPU_CHECK", "").partition(" ")
+    row = {**figures, "check": check, "name": name, "what": what, "saw": saw, "ok": ok, "at": time.time()}
+    with open(os.environ.get("GPU_ROWS", "/dev/stdout"), "a") as file:
+        file.write(json.dumps(row, default=str) + "\n")
 
 
 @contextmanager
 def row(what: str) -> Iterator[Callable[..., None]]:
-    """A check that may fail: the block calls `saw(text, ok=True, **figures)`; an exception becomes a row."""
+    """Make a row of a check: the block calls `saw(text, ok=True, **figures)`; an exception becomes a row, too."""
     began = time.monotonic()
 
     def saw(text: str, /, *, ok: bool = True, **figures: Any) -> None:
@@ -50,7 +40,7 @@ def row(what: str) -> Iterator[Callable[..., None]]:
 
     try:
         yield saw
-    except Exception as error:  # whatever it is, the next check is to be made
+    except Exception as error:  # the next check must be made, whatever this is
         traceback.print_exc(file=sys.stderr)
         lines = f"{type(error).__name__}: {error}".splitlines()
         saw(" ".join(lines)[:600], ok=False)

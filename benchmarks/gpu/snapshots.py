@@ -1,5 +1,4 @@
-"""Copies of the training state from the card to the node's memory, beside the training, and what the card's memory has
-in it: one rank under a session."""
+"""Copies of the state from the card to memory beside the training, and bytes on the card, of one rank in a session."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ LARGE = {  # 1.2 billion parameters in bf16
 }
 FEWER = LARGE | {"TINY_LAYERS": "4"}  # 200 million
 SMALL = {"TINY_HIDDEN": "128", "TINY_LAYERS": "4", "TINY_BF16": "1"}
-BASE = 18  # bytes a parameter without Unicron: bf16 parameter 2, fp32 gradient 4, main parameter 4, Adam 8
+BASE = 18  # bytes for each parameter without Unicron: bf16 parameter 2, fp32 gradient 4, main parameter 4, Adam 8
 
 
 def run(out: Path, model: dict[str, str], iterations: int, **settings: str) -> Ranks:
@@ -42,7 +41,7 @@ def run(out: Path, model: dict[str, str], iterations: int, **settings: str) -> R
 
 
 def steps(out: Path) -> list[tuple[float, float]]:
-    """(end, seconds) of each iteration."""
+    """Return (end, seconds) of each iteration."""
     lines = (json.loads(line) for line in (out / "losses.0").read_text().splitlines())
     return [(line["time"], line["seconds"]) for line in lines]
 
@@ -52,22 +51,22 @@ def seconds(out: Path, what: str) -> list[float]:
 
 
 def to_memory(folder: Path) -> None:
-    """Iterations with a copy under way stand beside those without."""
+    """Compare iterations during a copy with the others."""
     with (
         row("state to pinned memory beside the training") as saw,
         tempfile.TemporaryDirectory(dir=MEMORY, prefix="unicron-gpu-") as shared,
     ):
         out = folder / "memory"
         run(out, LARGE if on_card() else SMALL, ITERATIONS, UNICRON_MEMORY=shared, UNICRON_MEMORY_EVERY=str(EVERY))
-        told = notes(out, "memory")[-1]
+        noted = notes(out, "memory")[-1]
         size = max(path.stat().st_size for path in Path(shared).rglob("*") if path.is_file())
         copies = [(each["at"] - each["seconds"], each["at"]) for each in notes(out, "keeper._copy")]
         later = [each for each in steps(out) if each[0] - each[1] > copies[1][1]]  # the first two make their files
         beside = [took for end, took in later if any(end - took < over and end > began for began, over in copies)]
         without = [took for end, took in later if not any(end - took < over and end > began for began, over in copies)]
         fetches, pins, sums = seconds(out, "card.copy"), seconds(out, "card.pin"), seconds(out, "sums")
-        text = f"{told['parameters'] / 1e6:.0f} million parameters, {size / 1e9:.2f} GB an image"
-        text += f" ({size / told['parameters']:.1f} bytes a parameter); "
+        text = f"{noted['parameters'] / 1e6:.0f} million parameters, {size / 1e9:.2f} GB an image"
+        text += f" ({size / noted['parameters']:.1f} bytes a parameter); "
         if fetches:
             fetch = statistics.median(fetches[2:])
             text += f"card to memory {fetch:.2f} s ({size / fetch / 1e9:.1f} GB/s), "
@@ -84,20 +83,20 @@ def to_memory(folder: Path) -> None:
 
 
 def on_the_card(folder: Path) -> None:
-    """Bytes for each parameter, by where the copies of gradients are."""
+    """Measure the bytes for each parameter, by the place of the copies of gradients."""
     found: dict[str, dict[str, Any]] = {}
     for where in ("none", "host", "card"):
         with row(f"memory of a rank, UNICRON_SNAPSHOT={where}") as saw:
             out = folder / where
             run(out, FEWER if on_card() else SMALL, 5, UNICRON_SNAPSHOT=where, UNICRON_MEMORY_EVERY="0")
-            found[where] = told = notes(out, "memory")[-1]
+            found[where] = noted = notes(out, "memory")[-1]
             took = statistics.median([each for _, each in steps(out)][2:])
-            parameters = told["parameters"]
-            text = f"{parameters / 1e6:.0f} million parameters; iteration {1e3 * took:.0f} ms; said: {told['said']}"
-            if "allocated" in told:
-                each = told["allocated"] / parameters
+            parameters = noted["parameters"]
+            text = f"{parameters / 1e6:.0f} million parameters; iteration {1e3 * took:.0f} ms; {noted['report']}"
+            if "allocated" in noted:
+                each = noted["allocated"] / parameters
                 text = f"{each:.2f} bytes a parameter on the card between steps ({BASE} without Unicron); " + text
-            saw(text, **told)
+            saw(text, **noted)
     if "allocated" in found.get("card", {}) and "allocated" in found.get("none", {}):
         with row("copies of gradients on the card") as saw:
             more = (found["card"]["allocated"] - found["none"]["allocated"]) / found["card"]["parameters"]

@@ -1,14 +1,13 @@
-"""The templates themselves on the card, under a real controller and two real agents without Slurm.
+"""The templates on the card, under a real controller and two real agents without Slurm.
 
     python -m benchmarks.gpu.templates gloo|apart
 
-Two ranks train; SIGUSR2 has a checkpoint written and exported while they train; a rank is killed and rejoins; then
-another job goes on from the checkpoint, and its losses are compared with those of the first one.
+Two ranks train; at SIGUSR2 they write and export a checkpoint while they train; a rank is killed and rejoins; another
+job goes on from the checkpoint, with the losses of the first one.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
@@ -18,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.agents import LIMIT, kill_and_rejoin
 from benchmarks.gpu.heal import LOSSES
-from benchmarks.gpu.rows import on_card, patience, row
+from benchmarks.gpu.rows import on_card, row
 from sbatch_templates import build_dataset
 from sbatch_templates.training_metrics import read_metrics
 from tests.support.jobs import World
@@ -27,16 +27,15 @@ from tests.support.processes import signal_step
 from unicron_transition.snapshot import folders
 from unicron_transition.snapshot.formats import opening
 
-LIMIT = 60.0 * patience()
 FOREVER = str(10**6)  # iterations
 LARGE = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512 --bf16".split()
 SMALL = "--num-layers 2 --hidden-size 64 --seq-length 64".split()
-MORE = 3  # iterations that both jobs have trained after the checkpoint
+MORE = 3  # iterations of both jobs after the checkpoint
 SCRIPTS = Path(build_dataset.__file__).parent
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    """Return a command for each template, without the folder of its checkpoints and its metrics."""
+    """Return a command for each template, without the folders of its checkpoints and metrics."""
     prefix = folder / "text"
     build_dataset.build(build_dataset.find_files(SCRIPTS, [".py"], recursive=False), prefix)
     plain = [str(SCRIPTS / "train_plain.py"), "--text", str(SCRIPTS), "--iterations", FOREVER]
@@ -46,7 +45,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
 
 
 def job(folder: Path, backend: str, words: Sequence[str], shared: str) -> World:
-    """Two agents, each on a node of its own. NCCL takes ranks with other host names for other hosts."""
+    """Start two agents, each on a node of its own; NCCL takes ranks with other host ids for other hosts."""
     settings = {
         "SLURM_ARRAY_TASK_COUNT": "2",
         "UNICRON_MEMORY_DIR": shared,
@@ -64,7 +63,7 @@ def losses(prefix: Path) -> dict[int, float]:
 
 
 def first_job(folder: Path, made: World) -> dict[str, Any]:
-    """A checkpoint on demand, and a killed rank. Returns seconds of each."""
+    """Ask for a checkpoint, and kill a rank. Return the seconds of each."""
     found = {}
     made.wait(lambda: made.trains([0, 1], 4), "5 iterations", LIMIT)
     asked = time.monotonic()
@@ -77,14 +76,7 @@ def first_job(folder: Path, made: World) -> dict[str, Any]:
     found["exported"] = time.monotonic() - asked
     saved = folders.whole(folder / "saves")[0].iteration
     made.wait(lambda: made.trains([0, 1], saved + MORE + 1), "iterations after it", LIMIT)
-    survivor, generation = made.rank(0)["pid"], made.job()["generation"]
-    killed = time.monotonic()
-    os.kill(made.rank(1)["pid"], signal.SIGKILL)
-    made.wait(lambda: made.trains([0, 1]) and made.job()["generation"] > generation, "both train again", LIMIT)
-    found["whole_again"] = time.monotonic() - killed
-    made.trains_on([0, 1], MORE, LIMIT)
-    assert made.rank(0)["pid"] == survivor, "the survivor has another process"
-    assert made.job()["ledger_violations"] == 0
+    found["whole_again"] = kill_and_rejoin(made)[1]
     return found
 
 

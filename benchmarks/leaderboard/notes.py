@@ -1,4 +1,4 @@
-"""Notes of the training processes (`ranks/core.Notes`), and the figures that follow from them. Pure."""
+"""Notes of the training processes (`ranks/core.Notes`), and the figures computed from them. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import msgspec
 
 from benchmarks.report import relative_difference
 
-AGREES = 1e-12  # below it a relative difference is not told from rounding
+AGREES = 1e-12  # a smaller relative difference is rounding
 
 
 class Note(msgspec.Struct, frozen=True):
-    """One line. `process`: the file that it was in, one for each process; times are seconds since the epoch."""
+    """One line of a process's notes."""
 
     what: str
     time: float
+    """Seconds since the epoch."""
     process: str = ""
+    """The process's file."""
     iteration: int = -1
     index: int = -1
     loss: float = float("nan")
@@ -31,45 +33,45 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """The cost of one failure, to the end of the watch. Seconds count from the failure; None: it did not happen.
-
-    longest_pause_seconds: between two steps of whomever, or the failure and the first. iterations_lost: optimizer steps
-    that had been taken and were taken again, by every rollback. micro_batches_again: computations of a
-    micro-batch that another one, of the same, had made before; micro_batches_dropped: those that an iteration's steps
-    do not hold. ranks_at_end: of the last step.
-    """
+    """The cost of one failure until the end of the watch; None for what did not happen."""
 
     next_step_seconds: float | None
+    """From the failure to the first step after it."""
     full_strength_seconds: float | None
+    """From the failure to the first step of all ranks."""
     iterations_lost: int | None
+    """Optimizer steps that were repeated, by every rollback."""
     micro_batches_again: int
+    """Micro-batches that were computed again."""
     micro_batches_dropped: int
+    """Micro-batches in no rank's step of an iteration."""
     ranks_at_end: int | None = None
+    """Ranks of the last step."""
     longest_pause_seconds: float | None = None
+    """Between two steps of any ranks, or from the failure to the first."""
 
 
 def parse(text: str, process: str) -> list[Note]:
-    """The lines of one process; a last one that is half written is left out. A loss that is no number is text."""
+    """Return the notes of one process, without a last line that is half written. A loss that is no number is text."""
     whole = text[: text.rfind("\n") + 1]
     found = (msgspec.json.decode(line, type=Note, strict=False) for line in whole.splitlines())
     return [msgspec.structs.replace(note, process=process) for note in found]
 
 
 def steps(notes: Iterable[Note]) -> list[Note]:
-    """The optimizer steps of all ranks, by time."""
+    """Return the optimizer steps of all ranks by time."""
     return sorted((note for note in notes if note.what == "step"), key=lambda note: note.time)
 
 
 def newest(notes: Iterable[Note]) -> int:
-    """The last iteration that any rank has stepped; -1 before the first."""
+    """Return the last iteration that any rank has stepped; -1 before the first."""
     return max((note.iteration for note in notes if note.what == "step"), default=-1)
 
 
 def steps_after(notes: Sequence[Note], struck: float) -> list[Note]:
-    """The steps that were taken after a failure, by time.
+    """Return the steps after a failure by time.
 
-    A step of the iteration that was the newest when it struck is only a peer's note of the same step, until the
-    training goes back to it or behind it.
+    A step of the iteration that was the newest at the failure is a peer's late note, unless the training goes back.
     """
     ordered = steps(notes)
     back = list(rollbacks(ordered, _began(notes)))
@@ -80,12 +82,12 @@ def steps_after(notes: Sequence[Note], struck: float) -> list[Note]:
 
 
 def _began(notes: Iterable[Note]) -> dict[str, float]:
-    """When each process did."""
+    """Return when each process began."""
     return {note.process: note.time for note in notes if note.what == "start"}
 
 
 def figures(notes: Sequence[Note], struck: float, ranks: int, micro_batches: int) -> Figures:
-    """Return what the failure at `struck` has cost a job of so many ranks."""
+    """Return the cost of the failure at `struck` for a job of `ranks` ranks."""
     after = steps_after(notes, struck)
     whole = next((note for note in after if note.world == ranks), None)
     lost = sum(len(undone) for note, undone in rollbacks(steps(notes), _began(notes)) if note.time > struck)
@@ -101,12 +103,12 @@ def figures(notes: Sequence[Note], struck: float, ranks: int, micro_batches: int
 
 
 def rollbacks(stepped: Iterable[Note], began: Mapping[str, float]) -> Iterator[tuple[Note, range]]:
-    """(the first step of a training that has gone back, the iterations that it undoes). stepped: by time. began: when
-    each process did; of those that are not there only a step behind the newest one tells that they are new.
+    """Yield (the first step after a rollback, the iterations that it undoes) of steps that are sorted by time.
 
-    A step of an iteration that was taken is only a peer's note of the same step, unless its process had taken that
-    iteration before, or began later. Of one that had not noted it, and is the first to take it again, the next one
-    tells: it came right before that, and nearer to it than to the step that is undone.
+    `began` has when each process began; a process that it lacks is new if its step is behind the newest one.
+    A step of an iteration that was stepped before is a peer's note of the same step, unless its process had already
+    stepped that iteration or began later. If the first process to repeat it had not noted it, the next step decides:
+    the first one is nearer to that than to the step that is undone.
     """
     reached, taken, newest_of = -1, dict[int, float](), dict[str, int]()
     run = list[Note]()  # the last steps, as far as they are of one iteration
@@ -131,7 +133,7 @@ def rollbacks(stepped: Iterable[Note], began: Mapping[str, float]) -> Iterator[t
 
 
 def again(notes: Iterable[Note], since: float) -> int:
-    """Micro-batches that were computed after `since`, and had been computed before."""
+    """Count the micro-batches that were computed after `since` and also before."""
     seen, count = set(), 0
     for note in sorted((note for note in notes if note.what == "micro"), key=lambda note: note.time):
         which = (note.iteration, note.index)
@@ -141,8 +143,10 @@ def again(notes: Iterable[Note], since: float) -> int:
 
 
 def dropped(stepped: Iterable[Note], micro_batches: int) -> int:
-    """Micro-batches that no rank had in its last step of an iteration. The last iteration is left out: some ranks may
-    not have noted it yet."""
+    """Count the micro-batches that no rank had in its last step of an iteration.
+
+    The last iteration does not count: some ranks may not have noted it yet.
+    """
     held: dict[int, set[int]] = defaultdict(set)
     for note in _final(stepped).values():
         held[note.iteration].update(note.micro)
@@ -151,7 +155,7 @@ def dropped(stepped: Iterable[Note], micro_batches: int) -> int:
 
 
 def losses(notes: Iterable[Note]) -> dict[int, list[float]]:
-    """iteration -> what each process that stepped it says of its loss; of several times the last one counts."""
+    """Return the losses of each iteration, one for each process; the last of several counts."""
     found: dict[int, list[float]] = defaultdict(list)
     for note in _final(steps(notes)).values():
         found[note.iteration].append(note.loss)
@@ -159,10 +163,7 @@ def losses(notes: Iterable[Note]) -> dict[int, list[float]]:
 
 
 def _final(stepped: Iterable[Note]) -> dict[tuple[int, str], Note]:
-    """The last step of each process of each iteration, without those that a rollback has undone.
-
-    A process that ended before the iteration was stepped again by others has said what no longer counts.
-    """
+    """Return the last step of each process and iteration, without those that a rollback has undone."""
     ordered = sorted(stepped, key=lambda note: note.time)
     redone: dict[int, float] = {}  # iteration -> when it was undone last
     for note, undone in rollbacks(ordered, {}):
@@ -171,8 +172,7 @@ def _final(stepped: Iterable[Note]) -> dict[tuple[int, str], Note]:
 
 
 def difference(found: Mapping[int, Sequence[float]], reference: Mapping[int, float]) -> float | None:
-    """The largest relative difference of a loss to that of the same iteration undisturbed; None without a common
-    one. Infinity where one of them is not finite."""
+    """Return the largest relative difference of a loss from the undisturbed run's; None without a common iteration."""
     apart = [
         relative_difference(loss, reference[iteration])
         for iteration, each in found.items()
@@ -183,13 +183,12 @@ def difference(found: Mapping[int, Sequence[float]], reference: Mapping[int, flo
 
 
 def compared(found: Iterable[int], reference: Iterable[int]) -> int:
-    """Return how many iterations that is the difference of."""
+    """Count the common iterations."""
     return len(set(found) & set(reference))
 
 
 def useful(notes: Sequence[Note], begin: float, end: float, micro_batches: int) -> int:
-    """Micro-batches by which the training came forward between two times: what was lost or dropped does not count. Of
-    the iteration that was stepped last before them some ranks may note their part later."""
+    """Count the micro-batches by which the training advanced between two times, without those lost or dropped."""
     ordered = steps(notes)
     before = [note for note in ordered if note.time <= begin]
     within = [note for note in ordered if begin < note.time <= end]
@@ -201,7 +200,7 @@ def useful(notes: Sequence[Note], begin: float, end: float, micro_batches: int) 
 
 
 def steady(notes: Iterable[Note], begin: float, end: float, ranks: int, pause: float) -> bool:
-    """Between two times so many ranks took every step, and none was later than `pause` seconds after the one before."""
+    """Return whether all ranks took every step between two times, without a longer pause than `pause` seconds."""
     within = [note for note in steps(notes) if begin < note.time <= end]
     times = [begin, *(note.time for note in within), end]
     return {note.world for note in within} == {ranks} and max(b - a for a, b in pairwise(times)) <= pause

@@ -1,4 +1,4 @@
-"""One system in one run: it trains, a failure strikes it, and it is watched until it is whole again or time is up."""
+"""One run of a system: it trains, failures strike, and it is watched until it is whole again or time is up."""
 
 from __future__ import annotations
 
@@ -20,73 +20,80 @@ from tests.support.processes import of_a_world, wait_for
 from unicron_ctl.shared.system.errors import UserError
 
 START_LIMIT = 120.0  # seconds for all ranks to train
-WARM = 25  # iterations of the whole job before anything happens
-LOOK = 0.2  # seconds between two looks at the notes; all times are the notes' own
-CLOSE = 0.02  # seconds: so fresh is the note of a micro-batch upon which a failure strikes
+WARM = 25  # iterations of the whole job before the first failure
+LOOK = 0.2  # seconds between two reads of the notes, which have the times
+CLOSE = 0.02  # the most seconds from the note of a micro-batch to the failure
 MORE = 5  # iterations after the job is whole again, for the loss curve
-SETTLED = 4.0  # seconds that are watched after the last repair, and within which a job that trains takes a step
+SETTLED = 4.0  # seconds of watching after the last repair, and the longest pause of a job that trains
 REFERENCE_LIMIT = 600.0  # seconds for the undisturbed run
-OPERATOR = 45.0  # seconds without a step, in the stream, after which an operator starts the job again
-# What ends one row, and not the hours of the others: a wait that was in vain, a command or a process that did not end.
+OPERATOR = 45.0  # seconds without a step of the stream after which an operator starts the job again
+# Errors that end one row of hours of others: a wait in vain, a command or a process that did not end.
 BROKE_OFF = (AssertionError, OSError, subprocess.SubprocessError, UserError)
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Seconds from the failure."""
+    """Limits in seconds from the failure."""
 
     next_step: float
     full_strength: float
 
 
 class Outcome(msgspec.Struct):
-    """The outcome of one failure. losses: of the whole run, by iteration."""
+    """The outcome of one failure."""
 
     survived: bool
     figures: Figures
     losses: dict[int, list[float]]
+    """Losses of the whole run by iteration."""
     why: str = ""
 
 
 class Stream(msgspec.Struct):
-    """A job under a stream of failures. micro_batches: that were of use in so many seconds, of rounds and of
-    spells in which not all ranks trained. undisturbed: micro-batches a second in each other spell, in their order; the
-    first one is that of ranks of which none was started again. struck: failures that found whom to strike; missed:
-    those that did not. losses: of the whole run, by iteration."""
+    """A job under a stream of failures."""
 
     micro_batches: int = 0
+    """Useful micro-batches of the rounds, and of undisturbed spells in which not all ranks trained."""
     seconds: float = 0.0
+    """The time of those."""
     undisturbed: list[float] = []
+    """Micro-batches a second in each other spell, in their order."""
     operator: int = 0
+    """Times that an operator had to start the job again."""
     struck: int = 0
     missed: int = 0
+    """Failures that found no rank to strike."""
     losses: dict[int, list[float]] = {}
+    """Losses of the whole run by iteration."""
     why: str = ""
 
     def share(self, undisturbed: float) -> float:
-        """Return the share of what a job with that rate would have done in the same time."""
+        """Return the useful rate over the undisturbed one."""
         return self.micro_batches / self.seconds / undisturbed
 
 
 class Due(NamedTuple):
-    """A failure of a node at its time, or a repair; seconds from the beginning of its round."""
+    """A failure of a node, or a repair."""
 
     at: float
+    """Seconds from the beginning of its round."""
     failure: str = ""
     node: int = NODE
     repair: Callable[[], None] | None = None
 
 
-Seen = TypeVar("Seen", Outcome, Stream)
+Result = TypeVar("Result", Outcome, Stream)
 
 
-def seen(kind: type[System], folder: Path, look: Callable[[System], Seen]) -> Seen:
-    """Return what `look` sees of a job that has trained some iterations with all its ranks. A job's end that
-    fails takes nothing of that away: `why` has it. Raises AssertionError when it does not train."""
+def with_job(kind: type[System], folder: Path, watch: Callable[[System], Result]) -> Result:
+    """Return the result of `watch` on a job that has trained some iterations with all its ranks.
+
+    If the job's end fails, `why` of the result says so. Raises AssertionError if the job does not train.
+    """
     system = kind(folder)
     try:
         system.start()
         wait_for(lambda: _trains(system), lambda: f"{kind.name} trains\n{system.logs()}", START_LIMIT)
-        found = look(system)
+        found = watch(system)
     except BaseException as error:
         if ended := _end(system):
             error.add_note(ended)
@@ -96,16 +103,16 @@ def seen(kind: type[System], folder: Path, look: Callable[[System], Seen]) -> Se
 
 
 def _end(system: System) -> str:
-    """End its job. Return what failed there, or nothing."""
+    """End its job. Return the error of that, or an empty text."""
     try:
         system.close()
     except BROKE_OFF as error:
-        return f"its end failed: {said(error)}"
+        return f"its end failed: {describe(error)}"
     return ""
 
 
-def said(error: BaseException) -> str:
-    """Return what an error tells, with what a command has said and what failed after it."""
+def describe(error: BaseException) -> str:
+    """Return an error's text, with a command's standard error and the errors that followed."""
     words = [str(error) or type(error).__name__, getattr(error, "stderr", None), *getattr(error, "__notes__", ())]
     return " ".join(str(word).strip()[-2000:] for word in words if word)
 
@@ -126,7 +133,7 @@ def _watch(system: System, seconds: float, done: Callable[[], bool] = lambda: Fa
 
 
 def _in_an_iteration(system: System) -> None:
-    """Returns when an iteration has just begun, so that a failure hits the computing and not the reduce."""
+    """Wait until an iteration has just begun, so that a failure hits the computing and not the reduce."""
     system.read()
     last, deadline = notes.newest(system.notes), time.monotonic() + SETTLED
     while time.monotonic() < deadline:
@@ -139,33 +146,26 @@ def _in_an_iteration(system: System) -> None:
 
 
 def fail(kind: type[System], failure: str, folder: Path, limits: Limits) -> Outcome:
-    """One failure of a job of its own. Raises AssertionError when it does not train before, or Missed."""
-    return seen(kind, folder, lambda system: _one_failure(system, failure, limits))
+    """Strike a new job once. Raises AssertionError if it does not train before, or Missed."""
+    return with_job(kind, folder, lambda system: _one_failure(system, failure, limits))
 
 
 def _one_failure(system: System, failure: str, limits: Limits) -> Outcome:
     _in_an_iteration(system)
     struck = time.time()
-    repair = FAILURES[failure].strike(system, NODE)
+    repair = FAILURES[failure](system, NODE)
     recovered = _recover(system, struck, repair, limits)
     figures = notes.figures(system.notes, struck, NODES, MICRO_BATCHES)
     losses = notes.losses(system.notes)
     if recovered:
         return Outcome(True, figures, losses)
     why = "trained on, and stopped later" if figures.next_step_seconds is not None else "no further step"
-    none = (
-        "next_step_seconds",
-        "full_strength_seconds",
-        "longest_pause_seconds",
-        "iterations_lost",
-        "ranks_at_end",
-    )
-    nothing = msgspec.structs.replace(figures, **dict.fromkeys(none))
-    return Outcome(False, nothing, losses, f"{why} within {limits.next_step:g} s")
+    kept = figures.micro_batches_again, figures.micro_batches_dropped
+    return Outcome(False, Figures(None, None, None, *kept), losses, f"{why} within {limits.next_step:g} s")
 
 
 def _recover(system: System, struck: float, repair: Repair | None, limits: Limits) -> bool:
-    """Watch it to the end; whether it trains then."""
+    """Watch the job to the end. Return whether it trains then."""
     if repair is not None:
         _watch(system, struck + repair.after - time.time())
         repair.action()
@@ -186,9 +186,11 @@ def _recover(system: System, struck: float, repair: Repair | None, limits: Limit
 
 
 def stream(kind: type[System], seconds: float, undisturbed: float, seed: int, folder: Path) -> Stream:
-    """The failures of :func:`schedule`, with so many seconds without any before the first, after each ROUND and at the
-    end. Raises AssertionError when it does not train before."""
-    return seen(kind, folder, lambda system: _all_pieces(system, seconds, undisturbed, seed))
+    """Strike a job by the failures of :func:`schedule`, with `undisturbed` seconds before them and after each ROUND.
+
+    Raises AssertionError if it does not train before.
+    """
+    return with_job(kind, folder, lambda system: _all_pieces(system, seconds, undisturbed, seed))
 
 
 def _all_pieces(system: System, seconds: float, undisturbed: float, seed: int) -> Stream:
@@ -203,15 +205,17 @@ def _all_pieces(system: System, seconds: float, undisturbed: float, seed: int) -
 
 
 class _Streamed:
-    """A job under the stream, and what was seen of it so far."""
+    """A job under the stream, with its figures so far."""
 
     def __init__(self, system: System) -> None:
         self._system, self._stepped = system, time.time()
         self.found = Stream()
 
     def quiet(self, seconds: float) -> None:
-        """A spell without failures. It tells the undisturbed rate where all ranks trained in it all the time; where the
-        job stood still, or was short of a rank, it is a part of the stream, and counts against the job."""
+        """Let the job train without failures.
+
+        If all ranks train all the time, this gives the undisturbed rate; else the time counts as part of the stream.
+        """
         began = time.time()
         _watch(self._system, seconds)
         ended = time.time()
@@ -225,7 +229,7 @@ class _Streamed:
             self.found.seconds += ended - began
 
     def disturbed(self, seconds: float, due: list[Due]) -> None:
-        """These failures, each at its time, and their repairs. It lasts longer where an operator, or a repair, does."""
+        """Strike the job by failures at their times, and repair. An operator or a repair may prolong it."""
         began = time.time()
         while (now := time.time()) < began + seconds:
             for each in [each for each in due if began + each.at <= now]:
@@ -234,7 +238,7 @@ class _Streamed:
                     due.append(Due(time.time() - began + repair.after, repair=repair.action))
             steps = (note.time for note in self._system.read() if note.what == "step")
             self._stepped = max([self._stepped, *steps])
-            if time.time() - self._stepped > OPERATOR:  # what waits to be repaired is repaired by it, too
+            if time.time() - self._stepped > OPERATOR:  # the operator also does the repairs
                 self._system.begin_again()
                 self.found.operator += 1
                 self._stepped, due = time.time(), [each for each in due if each.failure]
@@ -254,7 +258,7 @@ class _Streamed:
             due.repair()
             return None
         try:
-            repair = FAILURES[due.failure].strike(self._system, due.node)
+            repair = FAILURES[due.failure](self._system, due.node)
         except Missed:
             self.found.missed += 1
             return None
@@ -263,7 +267,7 @@ class _Streamed:
 
 
 def reference(folder: Path, iterations: int) -> dict[int, float]:
-    """The losses of as many ranks, undisturbed, and with no time of a device's. Raises RuntimeError."""
+    """Return the losses of an undisturbed run of the same ranks, without a device's time. Raises RuntimeError."""
     folder.mkdir(parents=True)
     ours = {"LEADERBOARD_OUT": str(folder), "LEADERBOARD_CHECKPOINT": str(folder / "checkpoint.pt")}
     ours |= {"LEADERBOARD_ITERATIONS": str(iterations), "LEADERBOARD_DEVICE_SECONDS": "0", "OMP_NUM_THREADS": "1"}

@@ -1,1 +1,1 @@
-"""Growth of the controller's work with agents and ranks: a real unicrond and simulated agents over loopback."""
+"""Simulated agents, and a unicrond for them, for the cases `scale` and `trace`."""

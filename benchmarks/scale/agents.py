@@ -1,7 +1,4 @@
-"""One simulated agent: what its ranks' statuses say, and how they change as real agents' and ranks' do.
-
-It keeps no clock and no socket; :mod:`benchmarks.scale.simulation` does.
-"""
+"""One simulated agent and the statuses of its ranks, without a clock or a socket."""
 
 from __future__ import annotations
 
@@ -10,9 +7,9 @@ from dataclasses import dataclass
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
 
 JOB = "1"
-ITERATIONS = 1_000_000  # to train: more than any run sees
+ITERATIONS = 1_000_000  # more than any run trains
 FLOPS = 1e18  # of one iteration
-LIVED = 3600.0  # seconds for which a rank that dies has lived: not one that dies of its start
+LIVED = 3600.0  # seconds that a rank has lived before it dies: its start was not the cause
 PHASE_SHARES = (0.02, 0.25, 0.5, 0.2, 0.02, 0.01)  # of an iteration, in the order of structs.PHASES
 COMPUTED_SHARE = 0.5  # of an iteration, after which a rank's micro-batch is in its gradient
 METRICS = {"cpu_busy": 0.4, "memory_used": 0.5, "nic_receive": 1e8, "nic_transmit": 1e8, "file_latency": 0.01}
@@ -20,44 +17,27 @@ METRICS = {"cpu_busy": 0.4, "memory_used": 0.5, "nic_receive": 1e8, "nic_transmi
 
 @dataclass(frozen=True)
 class Layout:
-    """A plan as all agents know it, with each member's place among the members."""
+    """A plan, with each member's place among the members."""
 
     plan: wire.Plan
     places: dict[int, int]
 
     @classmethod
     def of(cls, part: wire.PlanShare) -> Layout:
-        """From any agent's share of the plan. Raises wire.BadMessage."""
+        """Return the layout of a plan of which an agent has a share. Raises wire.BadMessage."""
         plan = shared_plans.whole(part)
         return cls(plan, {slot: place for place, slot in enumerate(plan.members)})
 
     def share(self, slot: int, total: int) -> list[int]:
-        """The slot's micro-batches of `total` in an undisturbed iteration."""
+        """Return the slot's micro-batches of `total` in an undisturbed iteration."""
         return list(range(self.places[slot], total, len(self.places)))
 
 
 class Agent:
     """The agent of element `element`, with `ranks` ranks of a job with `total` ranks and as many micro-batches."""
 
-    __slots__ = (
-        "address",
-        "assignment",
-        "door",
-        "element",
-        "layout",
-        "name",
-        "node",
-        "ranks",
-        "shares",
-        "status",
-        "told",
-        "total",
-        "unsaid",
-        "welcomed",
-    )
-
     def __init__(self, element: int, ranks: int, total: int, node: str = "", address: str = "", door: str = "") -> None:
-        """node: it runs there, at `address`; door: host:port at which it shows that it lives, if at all."""
+        """It runs on `node` at `address`; `door` is the host:port at which it can be probed, if it has one."""
         self.element, self.total = element, total
         self.node, self.address, self.door = node or f"n{element:05}", address or "127.0.0.1", door
         self.name = f"agent-{element}-{node}" if node else f"agent-{element}"
@@ -66,11 +46,11 @@ class Agent:
         }
         store = f"127.0.0.1:{20000 + element}"
         self.status = wire.Status(job=JOB, element=element, agent=self.name, sent=0.0, store=store, ranks=self.ranks)
-        self.told = 0  # reports of steps
-        self.unsaid: list[structs.StepReport] = []  # that the next status takes along
+        self.reported = 0  # steps
+        self.unsent: list[structs.StepReport] = []  # for the next status
         self.welcomed = False
         self.layout: Layout | None = None  # the newest plan
-        self.assignment: dict[int, list[int]] = {}  # its micro-batches for the first iteration
+        self.assignment: dict[int, list[int]] = {}  # its micro-batches of the first iteration
         self.shares: dict[int, list[int]] = {}  # slot -> micro-batches of the present iteration
 
     def _fresh(self, slot: int, incarnation: int, state: str) -> structs.RankStatus:
@@ -84,15 +64,11 @@ class Agent:
             process="S",
         )
 
-    # ------------------------------------------------------------ what it says
+    # ------------------------------------------------------------ messages
     def register(self) -> bytes:
-        """The first message."""
-        settings = structs.Settings(
-            name="scale",
-            user="ann",
-            max_nodes=self.total // len(self.ranks),
-            ranks_per_node=len(self.ranks),
-        )
+        """Return the first message."""
+        nodes, ranks = self.total // len(self.ranks), len(self.ranks)
+        settings = structs.Settings(name="scale", user="ann", max_nodes=nodes, ranks_per_node=ranks)
         return wire.encode(
             wire.Register(
                 job=JOB,
@@ -107,14 +83,14 @@ class Agent:
         )
 
     def say(self, now: float) -> bytes:
-        """The status of all ranks."""
+        """Return the status of all ranks."""
         self.status.sent = now
         self.status.number += 1
-        self.status.steps, self.unsaid = self.unsaid, []
+        self.status.steps, self.unsent = self.unsent, []
         return wire.encode(self.status)
 
     def steps(self, generation: int, iteration: int, seconds: float, now: float) -> bool:
-        """All ranks that were in the iteration report it; False when none was."""
+        """Add a report of all ranks that were in the iteration. Return whether there was one."""
         phases = [seconds * share for share in PHASE_SHARES]
         loss = 1.0 + 10.0 / (iteration + 1)
         made = [
@@ -124,33 +100,33 @@ class Agent:
         ]
         if not made:
             return False
-        self.told += 1
-        self.unsaid.append(structs.StepReport(generation, iteration, self.total, now, made, self.told))
+        self.reported += 1
+        self.unsent.append(structs.StepReport(generation, iteration, self.total, now, made, self.reported))
         return True
 
     def say_steps(self) -> bytes:
-        """The reports that no status has taken along."""
-        reports, self.unsaid = self.unsaid, []
+        """Return the reports that no status has sent."""
+        reports, self.unsent = self.unsent, []
         return wire.encode(wire.Steps(job=JOB, element=self.element, agent=self.name, reports=reports))
 
     def metrics(self) -> bytes:
-        """Return what the node measures, the same everywhere."""
+        """Return the node's metrics, the same on every node."""
         ranks = {slot: {"rank_cpu": 1.0, "rank_memory": 2e10} for slot in self.ranks}
         message = wire.Metrics(
             job=JOB, element=self.element, agent=self.name, host=f"host{self.element}", node=METRICS, ranks=ranks
         )
         return wire.encode(message)
 
-    # ------------------------------------------------------------ what its ranks do
+    # ------------------------------------------------------------ its ranks
     def change(self, slot: int, now: float, state: str, **changes: object) -> None:
-        """A rank's state and other fields change; `changed` says when."""
+        """Change a rank's state and other fields."""
         rank = self.ranks[slot]
         rank.state, rank.changed = state, now
         for name, value in changes.items():
             setattr(rank, name, value)
 
     def progress(self, generation: int, iteration: int, part: float, seconds: float, now: float) -> None:
-        """Its running ranks are in `iteration`, of which the share `part` has passed."""
+        """Bring its running ranks to the share `part` of an iteration."""
         computed = part >= COMPUTED_SHARE
         for slot, rank in self.ranks.items():
             if rank.state == "running" and rank.generation == generation:
@@ -159,21 +135,21 @@ class Agent:
                 rank.iteration_seconds, rank.loss, rank.changed = seconds, 1.0 + 10.0 / (iteration + 1), now
 
     def deal(self, layout: Layout) -> None:
-        """Set what its ranks compute in an undisturbed iteration."""
+        """Set its ranks' micro-batches of an undisturbed iteration."""
         self.shares = {slot: layout.share(slot, self.total) for slot in self.ranks if slot in layout.places}
 
     def die(self, slot: int, now: float, code: int = -9, last_line: str = "") -> None:
-        """The rank's process ends; it is killed unless a status says otherwise."""
+        """End the rank's process, by SIGKILL unless `code` is another exit status."""
         self.change(slot, now, "exited", exit=structs.Exit(code=code, at=now, lived=LIVED, last_line=last_line))
 
     def fail(self, slot: int, now: float, text: str) -> None:
-        """The rank stops by itself, by an error of its collective."""
+        """Stop a rank by an error of its collective."""
         rank = self.ranks[slot]
         fault = structs.Fault(type="RuntimeError", text=text, at=now)
         self.change(slot, now, "stopped", broken=rank.generation, entering=0, fault=fault)
 
     def start(self, slot: int, incarnation: int, now: float) -> bool:
-        """A new process in the slot of one that has ended; False when there is none to start."""
+        """Start a process in the slot of one that has ended. Return whether there was one."""
         rank = self.ranks[slot]
         if rank.state != "exited" or rank.incarnation >= incarnation:
             return False
@@ -182,24 +158,23 @@ class Agent:
         return True
 
     def ready(self, now: float) -> None:
-        """Ranks that were starting can enter a generation."""
+        """Make the ranks that were starting wait for a generation."""
         for slot, rank in self.ranks.items():
             if rank.state == "starting":
                 self.change(slot, now, "waiting")
 
     def stops(self, generation: int) -> bool:
-        """Whether one of its ranks has yet to stop and report for a Break of this generation."""
+        """Return whether one of its ranks must still stop for a Break of this generation."""
         return any(rank.state in ("running", "entering") and rank.broken < generation for rank in self.ranks.values())
 
     def note_break(self, generation: int) -> None:
-        """A Break has come: ranks at rest will enter no generation up to this one."""
+        """Keep ranks at rest from entering a generation up to this one, as a Break orders."""
         for rank in self.ranks.values():
             if rank.state in ("waiting", "stopped"):
                 rank.broken = max(rank.broken, generation)
 
     def stop(self, generation: int, now: float) -> None:
-        """Its ranks have stopped between two micro-batches, or in their reduce; every other one had finished its
-        own."""
+        """Stop its ranks between two micro-batches, or in their reduce: every other rank had finished its own."""
         for slot, rank in self.ranks.items():
             if rank.broken >= generation or rank.state not in ("running", "entering"):
                 continue
@@ -212,7 +187,7 @@ class Agent:
             self.change(slot, now, "stopped", broken=generation, entering=0)
 
     def obey(self, layout: Layout, now: float) -> None:
-        """The plan is here: its ranks enter the generation, or are left out of it."""
+        """Let its ranks begin to enter the plan's generation, or leave."""
         plan = layout.plan
         for slot, rank in self.ranks.items():
             if rank.state not in ("waiting", "stopped", "left") or plan.generation <= max(rank.generation, rank.broken):
@@ -223,7 +198,7 @@ class Agent:
                 self.change(slot, now, "left", generation=plan.generation)
 
     def enter(self, layout: Layout, iteration: int, now: float) -> None:
-        """Its ranks are in: those that were entering, and with an offer those that trained until now."""
+        """Bring its ranks into the generation: those that were entering, and with an offer those that trained."""
         plan = layout.plan
         for slot, rank in self.ranks.items():
             entering = rank.state == "entering" and rank.entering == plan.generation

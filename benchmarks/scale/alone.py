@@ -1,6 +1,6 @@
-"""The controller's core alone, driven in one process: no socket, and a clock that stands still while others compute.
+"""The controller's core in one process, without sockets.
 
-Time passes only while the controller computes and while nothing is to be done, so a time is the controller's own CPU
+Time passes only while the controller computes and while nothing is to be done. So a time is the controller's own CPU
 time, however busy the machine is.
 """
 
@@ -26,14 +26,14 @@ START = 1_000_000.0  # on this clock
 
 
 class Alone:
-    """Lines to a core in this process with its event log in the folder: it does what `unicrond` does in each turn but
-    for sockets, encryption and Slurm. used: seconds of CPU time that it has taken."""
+    """Lines to a core with its event log in the folder. It takes `unicrond`'s turns without encryption and Slurm."""
 
     def __init__(self, folder: Path) -> None:
         self._idle, self._began = START, 0.0
-        self.used, self.messages = 0.0, 0
+        self.used = 0.0
+        """Seconds of CPU time that it has taken."""
         self._arrived: deque[tuple[int, bytes]] = deque()
-        self._waiting: Counter[int] = Counter()  # messages of each that have arrived
+        self._waiting: Counter[int] = Counter()  # messages that have arrived, by line
         self._left: dict[int, list[bytes]] = {}
         self._left_at: dict[int, float] = {}
         self._next_tick, self._settled_in = START, 0.0
@@ -62,7 +62,7 @@ class Alone:
             yield index, messages, self._left_at[index]
 
     def rest(self, seconds: float) -> None:
-        """The controller takes its turns, and what is left of the time passes."""
+        """Let the controller take its turns, and the rest of the time pass."""
         until = self.now() + seconds
         while self.now() < until and (self._arrived or self.core.pending or self.now() >= self._next_tick):
             self._began = time.process_time()
@@ -91,7 +91,6 @@ class Alone:
         self._let_out()
 
     def _take(self, index: int, data: bytes) -> None:
-        self.messages += 1
         self._waiting[index] -= 1
         if not self._waiting[index]:
             del self._waiting[index]

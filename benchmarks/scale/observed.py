@@ -1,12 +1,8 @@
-"""``python -m benchmarks.scale.observed OBSERVED.json unicrond's options``: a real unicrond whose parts are timed, on
-a simulated Slurm.
+"""``python -m benchmarks.scale.observed OBSERVED.json OPTION...``: unicrond on a simulated Slurm, with its parts timed.
 
-OBSERVED.json has nodes, elements, port, simulator (:class:`benchmarks.scale.slurm.LiveSlurm`), speed, and `figures`,
-the file into which the seconds of each call of each part are written at the end.
-
-Rules that compare failures with each other (how many nodes say the same within 30 s, whether a fault comes back
-within 30 min) are for a job's real rate of failures: their windows are shortened as the trace is. Time-outs, leases
-and periods stay what they are.
+OBSERVED.json has the arguments of :class:`benchmarks.scale.slurm.LiveSlurm`, `speed`, and `figures`: a file that gets
+the seconds of each call of each part. Rules that compare failures with each other look back a shorter time, by the
+factor `speed`; time-outs, leases and periods stay as they are.
 """
 
 from __future__ import annotations
@@ -27,17 +23,19 @@ from unicron_ctl.controller.model import view
 from unicron_ctl.controller.server import server
 from unicron_detector.failures.fault_history import Policy
 
-WINDOWS = (
-    "window",
-    "storage_patience",
-    "flap_window",
-    "shared_seconds",
-)  # of unicron_detector.failures.fault_history.Policy
-PARTS = ("turn", "fold", "flush", "plan", "listing", "message")
+WINDOWS = ("window", "storage_patience", "flap_window", "shared_seconds")  # fields of Policy
+PARTS = {
+    "turn": "one job's turn: sense, judge, decide, act",
+    "fold": "one record folded into the state",
+    "flush": "log written, outbox sent",
+    "plan": "the planner's decision, its inputs included",
+    "listing": "all that follows from a listing of Slurm",
+    "message": "one message of an agent",
+}
 
 
 def timed(call: Callable[..., Any], times: array[float]) -> Callable[..., Any]:
-    """Return the same function, which notes how long each call took."""
+    """Return the same function, which adds the seconds of each call to `times`."""
 
     def wrapped(*arguments: Any, **named: Any) -> Any:
         began = time.perf_counter()
@@ -50,13 +48,12 @@ def timed(call: Callable[..., Any], times: array[float]) -> Callable[..., Any]:
 
 
 def compressed(policy: Policy, speed: float) -> Policy:
-    """With windows for a trace that is `speed` times as fast."""
+    """Return the policy for a trace that is `speed` times as fast."""
     return replace(policy, **{name: getattr(policy, name) / speed for name in WINDOWS})
 
 
-def observe(options: dict[str, Any]) -> dict[str, array[float]]:
-    """Puts clocks around the controller's parts: one job's turn, one record's fold, one flush of the log and the
-    outbox, one decision of the planner (its inputs included), all that follows from a listing, one message."""
+def observe(speed: float) -> dict[str, array[float]]:
+    """Time the controller's parts and shorten its policy's windows. Return the times by part."""
     times = {name: array("d") for name in PARTS}
     core.fold = timed(core.fold, times["fold"])  # type: ignore[attr-defined]
     core.replan = timed(core.replan, times["plan"])  # type: ignore[attr-defined]
@@ -64,13 +61,12 @@ def observe(options: dict[str, Any]) -> dict[str, array[float]]:
     core.Core.on_listing = timed(core.Core.on_listing, times["listing"])
     core.Core.receive = timed(core.Core.receive, times["message"])
     server.Server.flush = timed(server.Server.flush, times["flush"])
-    view.SUSPECT_SECONDS /= options["speed"]
+    view.SUSPECT_SECONDS /= speed
     begin = server.Server.__init__
 
     def compressing(self: server.Server, *arguments: Any, **named: Any) -> None:
         begin(self, *arguments, **named)
-        history = self.core.state.history
-        history.policy = compressed(history.policy, options["speed"])
+        self.core.state.history.policy = compressed(self.core.state.history.policy, speed)
 
     server.Server.__init__ = compressing
     return times
@@ -79,13 +75,13 @@ def observe(options: dict[str, Any]) -> dict[str, array[float]]:
 def run() -> None:
     """Raises SystemExit with unicrond's status."""
     options = json.loads(Path(sys.argv.pop(1)).read_text())
-    times = observe(options)
-    slurm = LiveSlurm(options["nodes"], options["elements"], options["port"], options["simulator"])
+    times, figures = observe(options.pop("speed")), Path(options.pop("figures"))
+    slurm = LiveSlurm(**options)
     unicrond.slurm_client = lambda config: slurm
     try:
         unicrond.main()
     finally:
-        Path(options["figures"]).write_text(json.dumps({name: list(found) for name, found in times.items()}))
+        figures.write_text(json.dumps({name: list(found) for name, found in times.items()}))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
-"""All simulated agents of one job, in one thread: connections, heartbeats, iterations and what the controller orders.
+"""All simulated agents of one job in one thread: connections, heartbeats, iterations, and obedience to the controller.
 
-Every agent has a connection of its own. What comes in is read every two milliseconds and dated by the kernel, so that
-the latencies measured are the controller's, not the simulator's. Ranks stop and enter together, as real ones do in
-their collectives: reports leave in one burst when the Break has reached every agent that trains, a generation is
-entered when its plan has reached every member.
+Ranks stop and enter together, as real ones do in their collectives: their reports leave in one burst when the Break has
+reached every agent that trains, and they enter a generation when its plan has reached every member.
 """
 
 from __future__ import annotations
@@ -15,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.scale.agents import JOB, Agent, Layout
-from benchmarks.scale.lines import Failed, Lines
+from benchmarks.scale.alone import Alone
+from benchmarks.scale.lines import Failed, Sockets
 from unicron_ctl.shared.protocol import wire
 
 TURN_SECONDS = 0.002  # between two looks at the connections
@@ -24,24 +23,29 @@ STEPS_SPREAD = 0.3  # seconds over which the agents' reports of one iteration ar
 ENTERED_SPREAD = 0.3  # seconds over which their statuses are spread when they have entered
 ENTER_SECONDS = 0.3  # to build a generation's groups
 READY_SECONDS = 1.0  # from the start of a rank until it can enter
-REGISTER_RATE = 1000.0  # agents a second that come to the controller at the start
+REGISTER_RATE = 1000.0  # agents a second that register at the start
 REGISTER_AGAIN = 3.0  # seconds without a Welcome
-LATE_REPORT = 3.0  # seconds after which those that got the Break report without the others
-PROBE_PERIOD = 0.02  # between two questions whose answers are timed
-ASK_PERIOD = 0.5  # between two questions after the job's state
+LATE_REPORT = 3.0  # seconds after which the agents with the Break report without the rest
+PROBE_PERIOD = 0.02  # seconds between two questions whose answers are timed
+ASK_PERIOD = 0.5  # seconds between two questions for the job's state
+Lines = Sockets | Alone
+"""A line to the controller for each agent, by its index, and one more for questions."""
 
 
 @dataclass
 class Round:
-    """One message to many agents: who has yet to get it, and when the last one got it."""
+    """One message to many agents."""
 
     generation: int
     awaited: set[int]
+    """Elements that do not have it yet."""
     last: float = 0.0
-    sent_back: tuple[float, float] = (0.0, 0.0)  # reports: when the first and the last one was sent
+    """When the last of the others got it."""
+    sent_back: tuple[float, float] = (0.0, 0.0)
+    """When the first and the last report was sent after a Break."""
 
     def take(self, element: int, at: float) -> bool:
-        """An agent has it; True when it was the last one."""
+        """Note that an agent has it. Return whether it was the last one."""
         if element not in self.awaited:
             return False
         self.awaited.discard(element)
@@ -51,7 +55,7 @@ class Round:
 
 @dataclass
 class Training:
-    """The members' work: `iteration` began at `began` in the generation of the layout."""
+    """The iteration that the members compute, in the generation of the layout."""
 
     layout: Layout
     iteration: int
@@ -65,23 +69,26 @@ class Training:
 
 @dataclass
 class StepReports:
-    """An iteration that ended at `at`; `left` agents have yet to report it. offer: what they enter with it."""
+    """An iteration that has ended."""
 
     training: Training
     at: float
     left: deque[int]
-    offer: Layout | None = None
+    """Elements that have not reported it yet."""
+    offer: Layout | None
+    """The generation that they enter with it."""
 
 
 @dataclass
 class Counts:
-    """Counts since the window began."""
+    """Counts of the time in which the job trains undisturbed."""
 
     heartbeats: int = 0
     steps: int = 0
-    late: float = 0.0  # seconds by which a heartbeat was sent after its time, at most
-    refused: int = 0
-    round_trips: list[float] = field(default_factory=list)  # seconds
+    late: float = 0.0
+    """The most seconds by which a heartbeat was late."""
+    round_trips: list[float] = field(default_factory=list)
+    """Seconds until each question was answered."""
 
 
 def names(agents: int) -> list[str]:
@@ -92,16 +99,14 @@ def names(agents: int) -> list[str]:
 class Simulation:
     """`agents` agents with `ranks` ranks each, on the `lines` of :func:`names`.
 
-    progress: send statuses as often as the controller allows while there is progress to tell of, in place of once a
-    heartbeat. Raises :class:`Failed` from whatever waits for the controller.
+    All that waits for the controller raises Failed.
     """
 
-    def __init__(self, lines: Lines, agents: int, ranks: int, progress: bool = False) -> None:
+    def __init__(self, lines: Lines, agents: int, ranks: int) -> None:
         self.ranks_per_agent, self.total = ranks, agents * ranks
         self.agents = [Agent(element, ranks, self.total) for element in range(agents)]
         self.lines, self._question = lines, agents
-        self._progress, self.progress_seconds = progress, 0.0  # as the controller wants it
-        self._period, self._metrics_seconds = 1.0, 0.0
+        self._period, self._progress_seconds, self._metrics_seconds = 1.0, 0.0, 0.0  # as the controller wants them
         now = lines.now()
         self._beats, self._metrics_beats = itertools.cycle(range(agents)), itertools.cycle(range(agents))
         self._next_beat = self._next_metrics = self._next_probe = now
@@ -115,19 +120,19 @@ class Simulation:
         self.offering: Round | None = None
         self.killed: set[int] = set()  # slots whose rank has ended on purpose
         self.started: dict[int, float] = {}  # slot -> when its last process was ordered
-        self.lost: set[int] = set()  # elements that the controller took for lost although nothing happened to them
+        self.lost: set[int] = set()  # elements that the controller wrongly took for lost
         self.probing = False
         self._asked: deque[float] = deque()
-        self._next_look, self._said = now, ""  # when the controller is asked for the job's state; its last answer
+        self._next_look, self._state = now, ""  # when the job's state is asked for next; the last answer
         self.counts = Counts()
 
     def close(self) -> None:
-        """Closes all lines."""
+        """Close all lines."""
         self.lines.close()
 
     # ------------------------------------------------------------ time
     def start(self) -> None:
-        """All agents come to the controller, as when Slurm starts a job."""
+        """Let all agents register, as when Slurm starts a job."""
         now = self.lines.now()
         for agent in self.agents:
             self._later(now + agent.element / REGISTER_RATE, lambda a=agent: self._register(a))
@@ -164,11 +169,8 @@ class Simulation:
         heapq.heappush(self._due, (due, next(self._order), action))
 
     def _beat(self, now: float) -> None:
-        """Heartbeats, spread evenly over the period; and the nodes' metrics."""
+        """Send heartbeats and the nodes' metrics, spread evenly over their periods."""
         training = self.training
-        period = self._period
-        if self._progress and training is not None and training.running and self.progress_seconds > 0:
-            period = min(period, self.progress_seconds)
         while self._next_beat <= now:
             agent = self.agents[next(self._beats)]
             if agent.welcomed:
@@ -178,7 +180,7 @@ class Simulation:
                 self._say(agent)
                 self.counts.heartbeats += 1
                 self.counts.late = max(self.counts.late, now - self._next_beat)
-            self._next_beat += period / len(self.agents)
+            self._next_beat += self._period / len(self.agents)
         while self._metrics_seconds and self._next_metrics <= now:
             agent = self.agents[next(self._metrics_beats)]
             if agent.welcomed:
@@ -209,7 +211,7 @@ class Simulation:
                 self._report_steps(reports, reports.left.popleft(), now)
 
     def _agreed_offer(self) -> Layout | None:
-        """The offer that every member holds."""
+        """Return the offer that every member holds."""
         if self.offering is None or self.offering.awaited:
             return None
         held = (agent.layout for agent in self.agents if agent.layout is not None)
@@ -219,7 +221,7 @@ class Simulation:
         agent, training = self.agents[element], reports.training
         if agent.steps(training.generation, training.iteration, ITERATION_SECONDS, now):
             self.counts.steps += 1
-            if self.progress_seconds < self._period:  # else the next status takes it along
+            if self._progress_seconds < self._period:  # else the next status takes it along
                 self._send(element, agent.say_steps())
         if reports.offer is not None:
             agent.enter(reports.offer, training.iteration + 1, now)
@@ -233,7 +235,7 @@ class Simulation:
             self._report_steps(self._reports, self._reports.left.popleft(), self.lines.now())
 
     def complete(self) -> bool:
-        """Every rank of the job trains in one generation."""
+        """Return whether every rank of the job trains in one generation."""
         training = self.training
         if training is None or not training.running or len(training.layout.places) < self.total:
             return False
@@ -244,19 +246,19 @@ class Simulation:
         )
 
     def settled(self) -> bool:
-        """Every rank trains, and the controller has heard it: to it the job runs with all of them."""
+        """Return whether every rank trains and the controller's state of the job says so, too."""
         if not self.complete():
-            self._said = ""
+            self._state = ""
             return False
         now = self.lines.now()
         if now >= self._next_look:
             self._next_look = now + ASK_PERIOD
             self._asked.append(now)
             self._send(self._question, wire.encode(wire.Ask(what="jobs")))
-        return self._said == "running"
+        return self._state == "running"
 
     def fail(self, victims: dict[int, list[int]]) -> float:
-        """Ranks die: element -> slots. Returns when the first report of it was sent."""
+        """Let the ranks of `victims` (element -> slots) die. Return when the first report of it was sent."""
         now = self.lines.now()
         self.killed = {slot for slots in victims.values() for slot in slots}
         for element, slots in victims.items():
@@ -269,6 +271,24 @@ class Simulation:
         for element, message in messages:
             self._send(element, message)
         return began
+
+    def await_break(self, seconds: float) -> Round:
+        """Let time pass until all agents that train have the Break, or have stopped to wait for it."""
+        self.until(
+            lambda: self.breaking is not None and self.breaking.sent_back[1] > 0,
+            seconds,
+            "the Break is at all agents that train",
+        )
+        assert self.breaking is not None
+        return self.breaking
+
+    def await_plan(self, seconds: float) -> Round:
+        """Let time pass until all members have the plan."""
+        self.until(
+            lambda: self.planning is not None and not self.planning.awaited, seconds, "the plan is at all members"
+        )
+        assert self.planning is not None
+        return self.planning
 
     # ------------------------------------------------------------ out
     def _send(self, index: int, data: bytes) -> None:
@@ -295,9 +315,9 @@ class Simulation:
         for data in messages:
             asked = self._asked.popleft()
             answer = wire.decode(data, wire.Answer)
-            if isinstance(answer.data, list):  # of jobs; of a ping it is something else
-                inside = [job["state"] for job in answer.data if len(job["members"]) == self.total]
-                self._said = inside[0] if inside else ""
+            if isinstance(answer.data, list):  # the jobs; a ping's answer is no list
+                whole = [job["state"] for job in answer.data if len(job["members"]) == self.total]
+                self._state = whole[0] if whole else ""
             else:
                 self.counts.round_trips.append(at - asked)
 
@@ -336,7 +356,7 @@ class Simulation:
 
     def _on_welcome(self, agent: Agent, message: wire.Welcome) -> None:
         self._period, self._metrics_seconds = message.heartbeat_period, message.metrics_seconds
-        self.progress_seconds = message.progress_seconds
+        self._progress_seconds = message.progress_seconds
         self._next_metrics = max(self._next_metrics, self.lines.now() - 0.1)
         if not agent.welcomed:
             agent.welcomed = True
@@ -344,7 +364,6 @@ class Simulation:
         self._say(agent)
 
     def _on_refused(self, agent: Agent, message: wire.Refusal) -> None:
-        self.counts.refused += 1
         if message.final:
             raise Failed(f"the controller refused agent {agent.element}: {message.reason}")
         if agent.welcomed:
@@ -374,7 +393,7 @@ class Simulation:
             self._report_stopped(generation)
 
     def _report_stopped(self, generation: int) -> None:
-        """All ranks have stopped: one burst of reports, encoded before, since real agents do that side by side."""
+        """Report that all ranks have stopped, in one burst: real agents encode their reports side by side."""
         now, training = self.lines.now(), self.training
         messages = []
         for agent in self.agents:
@@ -393,7 +412,7 @@ class Simulation:
             self.breaking.sent_back = began, self.lines.now()
 
     def _report_late(self, generation: int) -> None:
-        """Some have not got the Break yet: the others wait for them no longer."""
+        """Report without the agents that still have no Break."""
         if self.breaking is not None and self.breaking.generation == generation and self.breaking.awaited:
             self._report_stopped(generation)
             self._later(self.lines.now() + LATE_REPORT, lambda: self._report_late(generation))
@@ -407,7 +426,7 @@ class Simulation:
                 del self._layouts[next(iter(self._layouts))]
         plan = layout.plan
         if agent.layout is not None and plan.generation <= agent.layout.plan.generation:
-            return  # a copy
+            return  # it was repeated
         agent.layout, agent.assignment = layout, part.assignment
         known = self.offering if plan.boundary else self.planning
         if known is None or known.generation < plan.generation:
@@ -426,7 +445,7 @@ class Simulation:
             self._enter(layout)
 
     def _enter(self, layout: Layout) -> None:
-        """Every member has the plan: all say that they enter, and are in when the groups are built."""
+        """Let all members enter the generation, which they have when their groups are built."""
         now = self.lines.now()
         for agent in self.agents:
             if agent.layout is layout:

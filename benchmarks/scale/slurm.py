@@ -1,7 +1,7 @@
-"""A Slurm for simulated nodes, inside the controller's process, that reports what it starts and ends to the simulator.
+"""A Slurm for simulated nodes, inside the controller's process, which reports starts and ends to the simulator.
 
-It answers at once and forks no commands, so what they cost is not measured. All else is as with the real one: the
-controller's threads call it, lists of all nodes and elements are made anew for each poll.
+It runs no commands, so their cost is not measured. Otherwise it is used like the real one: the controller's threads
+call it, and each poll lists all nodes and elements anew.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ def _serialized(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LiveSlurm(FakeSlurm):
-    """`elements` elements on `nodes` nodes, whose slurmd answers at `port` of their address. simulator: path of the
-    socket at which the simulator listens. Raises OSError when it does not."""
+    """`elements` elements on `nodes` nodes, whose slurmd answers at `port` of their address.
+
+    The simulator listens at the socket with the path `simulator`. Raises OSError when it does not.
+    """
 
     def __init__(self, nodes: int, elements: int, port: int, simulator: str) -> None:
         super().__init__(nodes)
@@ -60,7 +62,7 @@ class LiveSlurm(FakeSlurm):
         threading.Thread(target=self._listen, daemon=True).start()
 
     def report(self) -> None:
-        """Send what runs where, as far as it has changed: one line [element, node or null] each."""
+        """Send a line [element, node or null] for each element that has started or ended."""
         lines = []
         for (_, element), entry in self.queue.items():
             node = entry["node"] if entry["state"] == "RUNNING" else None
@@ -70,7 +72,7 @@ class LiveSlurm(FakeSlurm):
         self._simulator.sendall("".join(lines).encode())
 
     def _listen(self) -> None:
-        """Read which node's slurmd the simulator has started again, and when: one line [node, seconds] each."""
+        """Read the lines [node, seconds] by which the simulator reports that a slurmd has started again."""
         with self._simulator.makefile("r") as lines:
             for line in lines:
                 node, at = json.loads(line)

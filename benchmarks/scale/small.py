@@ -1,8 +1,7 @@
 """``python -m benchmarks.scale.small``: the scale benchmark's small form, which `make test` runs.
 
-256 agents of 8 ranks drive the controller's core alone (:mod:`benchmarks.scale.alone`). What it takes is its CPU time,
-in units of a calibration loop that runs by turns with it: plain Python and msgspec, in which none of the controller's
-code is. So how fast or how busy the machine is cancels out.
+256 agents of 8 ranks drive the controller's core alone. Its CPU time is in units of a calibration loop that takes turns
+with it and uses only Python and msgspec. So the machine's speed and load cancel out.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from benchmarks.scale.simulation import ITERATION_SECONDS, Simulation
 
 AGENTS, RANKS = 256, 8
 STEADY_SECONDS = 4.0
-TIMES = 3  # that each thing is done; the least counts
+TIMES = 3  # runs of each part; the shortest counts
 CALIBRATE_AFTER = 0.01  # seconds of the controller's CPU time between two runs of the calibration loop
-PATIENCE = 60.0  # seconds of the clock
+LIMIT = 60.0  # seconds of each wait, by the simulated clock
 
 
 class Row(msgspec.Struct, array_like=True, gc=False):
-    """About as large as the status of a rank."""
+    """An object about as large as the status of a rank."""
 
     state: str
     changed: float
@@ -51,7 +50,7 @@ class Message(msgspec.Struct, tag="calibration"):
 
 
 class Calibration:
-    """The loop over the state of so many nodes: its memory is as large as what the controller has of them."""
+    """A loop over the state of so many nodes, which takes as much memory as the controller's."""
 
     def __init__(self, nodes: int) -> None:
         self._decoder = msgspec.msgpack.Decoder(Message)
@@ -59,10 +58,11 @@ class Calibration:
         self._known: list[dict[int, Row]] = [{} for _ in range(nodes)]
         self._since: dict[int, float] = {}
         self._turn = 0
-        self.seconds(), self.seconds()  # the memory is there, and has been written once
+        self.seconds()  # writes the memory for the first time
+        self.seconds()
 
     def seconds(self) -> float:
-        """CPU seconds that one message of each node takes now."""
+        """Return the CPU seconds of one message of each node."""
         began = time.process_time()
         self._turn += 1
         changed: set[int] = set()
@@ -87,7 +87,7 @@ def _message(node: int) -> Message:
 
 
 class Metered(Alone):
-    """Counts in rounds of the calibration loop."""
+    """Lines to a core whose CPU time is counted in rounds of the calibration loop."""
 
     def __init__(self, folder: Path, calibration: Calibration) -> None:
         super().__init__(folder)
@@ -100,7 +100,7 @@ class Metered(Alone):
             self._rounds.append(self._calibration.seconds())
 
     def cost(self, work: Callable[[], object]) -> float:
-        """CPU time that the controller takes while `work` goes on, in rounds of the loop at that time."""
+        """Return the controller's CPU time during `work`, in rounds of the loop at that time."""
         self._rounds = [self._calibration.seconds()]
         began = self.used
         work()
@@ -108,86 +108,62 @@ class Metered(Alone):
         return (self.used - began) / mean(self._rounds)
 
 
-class _Small:
-    def __init__(self, folder: Path, agents: int) -> None:
-        self.lines = Metered(folder, Calibration(agents))
-        self.simulation = Simulation(self.lines, agents, RANKS)
-
-    def form(self) -> None:
-        self.simulation.start()
-        self.simulation.until(self.simulation.complete, PATIENCE, "all train for the first time")
-
-    def steady(self) -> None:
-        self.simulation.run(STEADY_SECONDS)
-
-    def calm(self) -> None:
-        """All have said that they train."""
-        self.simulation.until(self.simulation.settled, PATIENCE, "the controller has heard that all train")
-        self.simulation.run(1.0)
-
-    def fail(self, victims: dict[int, list[int]]) -> tuple[float, float]:
-        """The costs from the death to the last survivor's Break, and from there to the last plan."""
-        simulation = self.simulation
-        began = simulation.training.began if simulation.training is not None else 0.0
-        half = (began + 1.5 * ITERATION_SECONDS - self.lines.now()) % ITERATION_SECONDS
-        simulation.run(half)  # half of the agents have yet to report the last iteration
-        told = self.lines.cost(lambda: (simulation.fail(victims), self._until_stopped()))
-        planned = self.lines.cost(self._until_planned)
-        simulation.until(simulation.complete, PATIENCE, "all train again")
-        self.calm()
-        return told, planned
-
-    def _until_stopped(self) -> None:
-        simulation = self.simulation
-        simulation.until(
-            lambda: simulation.breaking is not None and simulation.breaking.sent_back[1] > 0,
-            PATIENCE,
-            "the Break is at all that train",
-        )
-
-    def _until_planned(self) -> None:
-        simulation = self.simulation
-        simulation.until(
-            lambda: simulation.planning is not None and not simulation.planning.awaited,
-            PATIENCE,
-            "the plan is at all members",
-        )
-
-    def all_at_once(self) -> None:
-        simulation = self.simulation
-        simulation.fail({agent.element: list(agent.ranks) for agent in simulation.agents})
-        simulation.until(lambda: len(simulation.started) == simulation.total, PATIENCE, "every rank is started again")
-
-
 def measure(agents: int = AGENTS) -> dict[str, float]:
-    """Return what each thing costs: in rounds of the calibration loop, one of which decodes a message of each agent."""
+    """Return each part's cost in rounds of the calibration loop, which decodes a message of each agent."""
     gc.collect()
     gc.disable()  # pauses depend on what else is in this process
     try:
         with tempfile.TemporaryDirectory(prefix="unicron-small-") as folder:
-            small = _Small(Path(folder), agents)
+            lines = Metered(Path(folder), Calibration(agents))
+            simulation = Simulation(lines, agents, RANKS)
             try:
-                return _measured(small, agents)
+                return _costs(simulation, lines)
             finally:
-                small.simulation.close()
+                simulation.close()
     finally:
         gc.enable()
 
 
-def _measured(small: _Small, agents: int) -> dict[str, float]:
-    found = {"form": small.lines.cost(small.form)}
-    small.calm()
-    found["steady"] = min(small.lines.cost(small.steady) for _ in range(TIMES)) / STEADY_SECONDS
+def _costs(simulation: Simulation, lines: Metered) -> dict[str, float]:
+    def form() -> None:
+        simulation.start()
+        simulation.until(simulation.complete, LIMIT, "all train for the first time")
+
+    def all_at_once() -> None:
+        simulation.fail({agent.element: list(agent.ranks) for agent in simulation.agents})
+        simulation.until(lambda: len(simulation.started) == simulation.total, LIMIT, "every rank starts again")
+
+    agents = len(simulation.agents)
+    found = {"form": lines.cost(form)}
+    _calm(simulation)
+    found["steady"] = min(lines.cost(lambda: simulation.run(STEADY_SECONDS)) for _ in range(TIMES)) / STEADY_SECONDS
     places = [(turn * 2 + 1) * agents // (2 * TIMES) for turn in range(TIMES)]
-    alone = [small.fail({element: [element * RANKS + turn]}) for turn, element in enumerate(places)]
+    alone = [_fail(simulation, lines, {element: [element * RANKS + turn]}) for turn, element in enumerate(places)]
     found["break"], found["plan"] = (min(each) for each in zip(*alone, strict=True))
-    many = [
-        small.fail({element: list(small.simulation.agents[element].ranks) for element in range(turn + 5, agents, 20)})
-        for turn in range(TIMES)
-    ]
+    ranks = {agent.element: list(agent.ranks) for agent in simulation.agents}
+    hit = [range(turn + 5, agents, 20) for turn in range(TIMES)]
+    many = [_fail(simulation, lines, {element: ranks[element] for element in elements}) for elements in hit]
     found["mass_break"], found["mass_plan"] = (min(each) for each in zip(*many, strict=True))
-    found["all_at_once"] = small.lines.cost(small.all_at_once)
+    found["all_at_once"] = lines.cost(all_at_once)
     return found
+
+
+def _calm(simulation: Simulation) -> None:
+    """Wait until the controller knows that all train."""
+    simulation.until(simulation.settled, LIMIT, "the controller knows that all train")
+    simulation.run(1.0)
+
+
+def _fail(simulation: Simulation, lines: Metered, victims: dict[int, list[int]]) -> tuple[float, float]:
+    """Return the costs from the death to the last survivor's Break, and from there to the last plan."""
+    began = simulation.training.began if simulation.training is not None else 0.0
+    half = (began + 1.5 * ITERATION_SECONDS - lines.now()) % ITERATION_SECONDS
+    simulation.run(half)  # half of the agents have yet to report the last iteration
+    stopped = lines.cost(lambda: (simulation.fail(victims), simulation.await_break(LIMIT)))
+    planned = lines.cost(lambda: simulation.await_plan(LIMIT))
+    simulation.until(simulation.complete, LIMIT, "all train again")
+    _calm(simulation)
+    return stopped, planned
 
 
 if __name__ == "__main__":

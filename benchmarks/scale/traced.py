@@ -1,6 +1,6 @@
-"""The simulated agents under a trace of failures: nodes that break, fall silent, are left and come back.
+"""The simulated agents under a trace of failures: nodes break, fall silent, are left and come back.
 
-`LOOKS` has what the controller hears of each failure; `LiveSlurm` decides who runs where.
+`LiveSlurm` decides which element runs on which node.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import socket
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from benchmarks.scale.agents import JOB, Agent
 from benchmarks.scale.lines import Sockets
@@ -22,22 +22,21 @@ from unicron_detector.chaos import blackhole
 from unicron_planner.simulate.trace import Trace
 
 START_SECONDS = 1.0  # from Slurm's start of an element until its agent comes
-LATER_SECONDS = 0.5  # before a failure is tried again that found nobody to strike
-LOOK_SECONDS = 0.1  # between two looks whether all train again
+LATER_SECONDS = 0.5  # before a failure that found no element to strike is tried again
+LOOK_SECONDS = 0.1  # between two checks whether all train again
 EXITS = 1  # status of a rank that ends by an exception
 
 
 @dataclass(frozen=True)
 class Look:
-    """The look of a failure.
-
-    kernel: a line of the node's kernel log. error: the last line of a rank whose process ends, or, with `stops`, what
-    ranks of two nodes say that stop in a collective. Neither: the node falls silent, with all that is on it.
-    """
+    """What the controller sees of a failure. With neither line the node falls silent, with all that is on it."""
 
     kernel: str = ""
+    """A line of the node's kernel log."""
     error: str = ""
+    """The last line of a rank whose process ends."""
     stops: bool = False
+    """The error is that of ranks of two nodes, which stop in a collective."""
 
     @property
     def silent(self) -> bool:
@@ -71,8 +70,7 @@ LOOKS = {
 
 @dataclass
 class Injected:
-    """A failure as it happened: element and slots on `node`, at `at` in the generation `generation`. entered, whole:
-    when a later generation began to train, and when all ranks did; 0.0 while not yet."""
+    """A failure that has happened."""
 
     at: float
     cause: str
@@ -81,23 +79,29 @@ class Injected:
     slots: list[int]
     node: str
     generation: int
+    """The job's generation at that time."""
     entered: float = 0.0
+    """When a later generation began to train; 0.0 before."""
     whole: float = 0.0
+    """When all ranks trained again; 0.0 before."""
 
 
 @dataclass(frozen=True)
 class Due:
-    """A failure to come: seconds after the start, at the node's number, away for so many seconds."""
+    """A failure to come."""
 
     at: float
+    """Seconds after the start."""
     index: int
+    """The node's number."""
     cause: str
     severity: int
     away: float
+    """Seconds until the node joins again; 0 if it does not leave."""
 
 
 def schedule(trace: Trace, speed: float) -> list[Due]:
-    """A trace of `n0` ... `nN`, `speed` times as fast. away: until the node joins again, 0 where it does not leave."""
+    """Return the failures of a trace of nodes `n0` ... `nN`, `speed` times as fast."""
     found, joins = [], {}
     for event in reversed(trace.events):
         if event.event == "join":
@@ -110,7 +114,7 @@ def schedule(trace: Trace, speed: float) -> list[Due]:
 
 
 class Hosts:
-    """Node -> the port at which its slurmd and its agent's door answer, all of one number. Raises OSError."""
+    """Sockets at which the nodes' slurmd and agents answer, all on one port. Raises OSError."""
 
     def __init__(self, count: int) -> None:
         self._listening: dict[str, socket.socket] = {}
@@ -121,11 +125,11 @@ class Hosts:
             self._listening[name] = one
 
     def die(self, node: str) -> None:
-        """Nobody gets an answer there."""
+        """Answer no more on a node."""
         blackhole.deafen(self._listening[node])
 
     def revive(self, node: str) -> None:
-        """Let it answer again."""
+        """Answer again on a node."""
         blackhole.undeafen(self._listening[node])
 
     def close(self) -> None:
@@ -133,16 +137,8 @@ class Hosts:
             one.close()
 
 
-@dataclass
-class Moves:
-    """Starts and ends of elements by Slurm, after the first start."""
-
-    started: list[tuple[float, int, str]] = field(default_factory=list)
-    ended: list[tuple[float, int]] = field(default_factory=list)
-
-
 class Traced(Simulation):
-    """`agents` elements on `nodes` nodes. slurm: the connection of :class:`slurm.LiveSlurm`."""
+    """`agents` elements on `nodes` nodes; `slurm` is the connection of :class:`benchmarks.scale.slurm.LiveSlurm`."""
 
     def __init__(
         self, endpoint: tuple[str, int], slurm: socket.socket, hosts: Hosts, nodes: int, agents: int, ranks: int
@@ -153,21 +149,20 @@ class Traced(Simulation):
         self._slurm.setblocking(False)
         self._place = {name: index for index, name in enumerate(names(nodes))}
         self._half_line = b""
-        self._fresh = set(range(agents))  # whose first agent has not come
+        self._fresh = set(range(agents))  # elements whose first agent has not registered
         self.absent = set(range(agents))  # elements without an agent
         self.dead: set[str] = set()
         self.injected: list[Injected] = []
-        self.moves = Moves()
+        self.moved = 0  # starts of elements by Slurm after their first one
         self.iterations = 0
         self._next_state, self._events = 0.0, 0
 
     # ------------------------------------------------------------ time
-    def fail_by(self, dues: Iterable[Due]) -> float:
-        """Everything in the schedule happens from now on. Returns when that was."""
+    def fail_by(self, dues: Iterable[Due]) -> None:
+        """Let the failures of a schedule happen from now on."""
         now = time.time()
         for due in dues:
             self._later(now + due.at, lambda due=due: self._strike(due))
-        return now
 
     def _turn(self) -> None:
         self._hear_slurm()
@@ -178,7 +173,7 @@ class Traced(Simulation):
             self._note(now)
 
     def _note(self, now: float) -> None:
-        """Which failures are over."""
+        """Note which failures are over."""
         training = self.training
         waiting = [one for one in self.injected if not one.whole]
         if not waiting or training is None or not training.running:
@@ -211,8 +206,7 @@ class Traced(Simulation):
                 self._end(element, now)
             if node is not None:
                 delay = element / REGISTER_RATE if element in self._fresh else START_SECONDS
-                if element not in self._fresh:
-                    self.moves.started.append((now, element, node))
+                self.moved += element not in self._fresh
                 self._later(now + delay, lambda element=element, node=node: self._begin(element, node))
 
     def _begin(self, element: int, node: str) -> None:
@@ -229,17 +223,16 @@ class Traced(Simulation):
         self._register(self.agents[element])
 
     def _end(self, element: int, now: float) -> None:
-        """Slurm ends the element: its agent says so, and goes."""
+        """End an element as Slurm does: its agent announces it and leaves."""
         agent = self.agents[element]
         for slot in agent.ranks:
             agent.die(slot, now, -15)
         agent.status.leaving = "stopped by Slurm (SIGTERM)"
         self._say(agent)
-        self.moves.ended.append((now, element))
         self._gone(agent, now)
 
     def _gone(self, agent: Agent, now: float) -> None:
-        """Nothing comes from it any more."""
+        """Send nothing more from this agent."""
         for slot in agent.ranks:
             agent.die(slot, now)
             self.killed.add(slot)
@@ -252,21 +245,21 @@ class Traced(Simulation):
             self._report_stopped(breaking.generation)
 
     def _stand_still(self, agent: Agent) -> None:
-        """The others wait for a member in their collectives."""
+        """Stop the training if the agent has a member: the other members wait for it in their collectives."""
         training = self.training
         if training is not None and any(slot in training.layout.places for slot in agent.ranks):
             self._finish_reports()
             training.running = False
 
     def _restart(self, node: str) -> None:
-        """The node is repaired: its slurmd begins anew."""
+        """Bring a repaired node back: its slurmd starts again."""
         self.dead.discard(node)
         self._hosts.revive(node)
         self._slurm.sendall((json.dumps([node, time.time()]) + "\n").encode())
 
     # ------------------------------------------------------------ failures
     def _strike(self, due: Due) -> None:
-        """The failure happens at the element of its number, or at the next one that trains."""
+        """Let the failure happen at the element of its number, or at the next one that trains."""
         now, look, training = time.time(), LOOKS[due.cause], self.training
         count = len(self.agents)
         states = ("running",) if look.stops else ("running", "stopped", "entering")
@@ -319,7 +312,7 @@ class Traced(Simulation):
                 self.killed.add(slot)
             self._say(one)
 
-    # ------------------------------------------------------------ agents that are gone say and hear nothing
+    # ------------------------------------------------------------ agents that are gone send and receive nothing
     def _send(self, index: int, data: bytes) -> None:
         if index not in self.absent:
             super()._send(index, data)

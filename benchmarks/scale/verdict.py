@@ -1,4 +1,4 @@
-"""Compare the controller's log with what was done to the agents, failure by failure."""
+"""Compare the controller's log with the failures of the simulated agents, one by one."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
 
 ACTIONS = {1: "isolate", 2: "restart", 3: "reattempt"}  # of each severity, the first time
-FOUND_SECONDS = 30.0  # a failure is looked for in the log that long after it happened
-EARLY_SECONDS = 0.5  # a record may bear a time before that of its failure: ranks tell the time of what they saw
-AFTER_SECONDS = 1.0  # what a failure brings about is over so long after all train again: the log is behind the agents
-MOVE_SECONDS = 5.0  # an element leaves its node within it; one whose ranks go on till then looks whole all the time
+FOUND_SECONDS = 30.0  # from a failure until its record at the latest
+EARLY_SECONDS = 0.5  # by which a record may be older than its failure: it has the time at which a rank saw it
+AFTER_SECONDS = 1.0  # after all train again until a failure's consequences are over: the log is behind the agents
+MOVE_SECONDS = 5.0  # for an element to leave its node; its ranks may train until then
 
 
 @dataclass
 class Judged:
-    """The verdict on a run.
-
-    detected: seconds from each failure that was found to its event. wrong: what does not fit, in words.
-    """
+    """The verdict on a run."""
 
     detected: list[tuple[str, float]] = field(default_factory=list)
+    """(cause, seconds to its record) of each failure that was decided rightly."""
     wrong: list[str] = field(default_factory=list)
+    """A line for each mistake."""
 
 
 @dataclass
 class _Found:
-    """One failure of the log, as it stands at the end."""
+    """One failure of the log, with its last verdict."""
 
     time: float
     record: records.FailureDetected
@@ -39,7 +38,7 @@ class _Found:
 
 
 def failures(events: Iterable[Event]) -> dict[int, _Found]:
-    """Failure's number -> it, with what became known later."""
+    """Return the failures of the log by number, with their later verdicts."""
     found: dict[int, _Found] = {}
     for event in events:
         match event.record:
@@ -53,45 +52,47 @@ def failures(events: Iterable[Event]) -> dict[int, _Found]:
 
 
 def judge(injected: Sequence[Injected], events: Sequence[Event], ranks: int) -> Judged:
-    """Each failure was found, by a record of its own with its severity and the action that belongs to it; and nobody
-    else was touched: no other rank started or left out, no other element requeued, no node taken out of service that
-    had not died. Who failed may be touched from then until all train again, and not later."""
-    out, known = Judged(), failures(events)
-    answers = _answers(injected, known)
+    """Judge whether each failure has a record of its own with the right severity and action, and nothing else happened.
+
+    No healthy rank may be started or left out, no healthy element requeued, and no living node taken out of service.
+    Ranks, elements and nodes of a failure may be touched until all train again.
+    """
+    out, recorded = Judged(), failures(events)
+    matches = _match(injected, recorded)
     for place, one in enumerate(injected):
-        mine = [known[number] for number in sorted(answers.get(place, []))]
+        mine = [recorded[number] for number in sorted(matches.get(place, []))]
         what = f"{one.cause} (SEV{one.severity}) at element {one.elements[0]}"
         if any(_right(one, found) for found in mine):
             out.detected.append((one.cause, min(found.time for found in mine) - one.at))
-        elif mine:
-            said = ", ".join(f"{found.cause}: SEV{found.severity}, {found.action}" for found in mine)
-            out.wrong.append(f"{what}: {said}")
         else:
-            out.wrong.append(f"{what}: not found")
-    explained = {number for mine in answers.values() for number in mine}
-    for number in known.keys() - explained:
-        found = known[number]
+            verdicts = (f"{found.cause}: SEV{found.severity}, {found.action}" for found in mine)
+            out.wrong.append(f"{what}: {', '.join(verdicts) or 'not found'}")
+    explained = {number for mine in matches.values() for number in mine}
+    for number in recorded.keys() - explained:
+        found = recorded[number]
         about = f"slots {found.record.slots[:8]} of element {found.record.element}"
         out.wrong.append(f"a failure that did not happen: {found.cause}, SEV{found.severity}, {about}")
-    out.wrong += _strangers(injected, events, ranks)
+    out.wrong += filter(None, (_wrongly_touched(event, injected, ranks) for event in events))
     return out
 
 
-def _answers(injected: Sequence[Injected], known: dict[int, _Found]) -> dict[int, list[int]]:
-    """Failure's place -> the records about it, of which none is about another one, too. First each failure gets the
-    first record that is right; then each without one a record about it, whatever that says; what is left is about a
-    failure where it is no graver and came before all trained again."""
-    answers: dict[int, list[int]] = {}
-    free = dict(sorted(known.items()))
+def _match(injected: Sequence[Injected], recorded: dict[int, _Found]) -> dict[int, list[int]]:
+    """Return the numbers of each failure's records; a record belongs to one failure only.
+
+    Each failure first gets the first right record. A failure without one gets any record about it. The remaining
+    records belong to a failure if they are no graver and came before all trained again.
+    """
+    matches: dict[int, list[int]] = {}
+    free = dict(sorted(recorded.items()))
     for fits in (_right, lambda one, found: True):
         for number, found in list(free.items()):
             able = [
                 place
                 for place, one in enumerate(injected)
-                if place not in answers and _about(one, found, one.at + FOUND_SECONDS) and fits(one, found)
+                if place not in matches and _about(one, found, one.at + FOUND_SECONDS) and fits(one, found)
             ]
             if able:
-                answers[able[-1]] = [number]
+                matches[able[-1]] = [number]
                 del free[number]
     for number, found in free.items():
         able = [
@@ -100,8 +101,8 @@ def _answers(injected: Sequence[Injected], known: dict[int, _Found]) -> dict[int
             if _about(one, found, _over(one)) and found.severity >= one.severity
         ]
         if able:
-            answers[able[-1]].append(number)
-    return answers
+            matches[able[-1]].append(number)
+    return matches
 
 
 def _right(one: Injected, found: _Found) -> bool:
@@ -109,32 +110,22 @@ def _right(one: Injected, found: _Found) -> bool:
 
 
 def _about(one: Injected, found: _Found, until: float) -> bool:
-    """Whether the record names who failed; of a failure that takes no node, a rank of it."""
+    """Return whether the record names a rank of the failure, or of severity 1 its element."""
     if not one.at - EARLY_SECONDS <= found.time <= until:
         return False
     return found.record.element in one.elements if one.severity == 1 else bool({*found.record.slots} & {*one.slots})
 
 
 def _over(one: Injected) -> float:
-    """When what the failure brings about is over."""
+    """Return when the failure's consequences are over."""
     if not one.whole:
         return one.at + FOUND_SECONDS
     return max(one.whole + AFTER_SECONDS, one.at + (MOVE_SECONDS if one.severity == 1 else 0.0))
 
 
-def _strangers(injected: Sequence[Injected], events: Sequence[Event], ranks: int) -> list[str]:
-    """Describe each record that touched somebody to whom nothing had happened."""
-    found = (_stranger(event, _hit(injected, event.time), ranks) for event in events)
-    return [text for text in found if text]
-
-
-def _hit(injected: Sequence[Injected], time: float) -> list[Injected]:
-    """Return the failures that were not over at a time."""
-    return [one for one in injected if one.at - EARLY_SECONDS <= time <= _over(one)]
-
-
-def _stranger(event: Event, hit: Sequence[Injected], ranks: int) -> str:
-    """Describe whom the record touched beside those who were hit; empty where it touched nobody else."""
+def _wrongly_touched(event: Event, injected: Sequence[Injected], ranks: int) -> str:
+    """Describe the healthy rank, element or node that the record touched; empty if there is none."""
+    hit = [one for one in injected if one.at - EARLY_SECONDS <= event.time <= _over(one)]
     left = {element for one in hit if one.severity == 1 for element in one.elements}
     touched = {slot for element in left for slot in range(element * ranks, element * ranks + ranks)}
     touched |= {slot for one in hit if one.severity == 2 for slot in one.slots}

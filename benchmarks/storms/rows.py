@@ -1,4 +1,4 @@
-"""The storms. Each row trains a job, does something to the cluster, and asks for what must be seen."""
+"""The storms. Each row trains a job, disturbs the cluster, and checks what must hold."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from typing import Any
 from benchmarks.storms.soak import soak
 from benchmarks.storms.stage import BUSY_PAUSE, ELEMENTS, NEVER, Clock, Storm, halted, stopped
 
-AFTERMATH = 10.0  # seconds that a row looks on after its storm: the harm of the old controllers came then
-MOST_CUT = 50  # records that a power cut takes off the end of the log
+AFTERMATH = 10.0  # seconds of watching after a storm: controllers of earlier releases did harm then
+MOST_CUT = 50  # the most records that a power cut takes off the end of the log
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: its name, what is done, what is asked, and the most seconds that it may take."""
+    """One line of the table."""
 
     name: str
     what: str
-    asked: str
+    goal: str
     play: Callable[[Storm], None]
     limit: float
+    """The most seconds that it may take."""
 
 
 def head_silent(storm: Storm, seconds: float) -> None:
-    """Nobody reaches the head, and the head nobody."""
+    """Cut the head off from all nodes."""
     storm.train()
     since = storm.site.cut("head")
     time.sleep(seconds)
@@ -42,7 +43,7 @@ def head_silent(storm: Storm, seconds: float) -> None:
 
 
 def controller_away(storm: Storm, seconds: float, forgets: bool) -> None:
-    """The head is silent, and unicrond is started anew meanwhile."""
+    """Cut the head off, and restart unicrond meanwhile."""
     storm.train()
     since = storm.site.cut("head")
     storm.site.controller.kill()
@@ -59,7 +60,7 @@ def controller_away(storm: Storm, seconds: float, forgets: bool) -> None:
 
 
 def rank_lost_while_away(storm: Storm, seconds: float, forgets: bool) -> None:
-    """unicrond is killed and started anew later; a rank is killed meanwhile."""
+    """Kill unicrond and start it later; kill a rank meanwhile."""
     storm.train()
     storm.site.controller.kill()
     time.sleep(seconds / 2)
@@ -74,7 +75,7 @@ def rank_lost_while_away(storm: Storm, seconds: float, forgets: bool) -> None:
 
 
 def controller_killed(storm: Storm, count: int) -> None:
-    """kill -9 of unicrond at random moments, most of them of the transitions that killed ranks begin."""
+    """Kill unicrond at random moments, most of them in the transitions after killed ranks."""
     storm.train()
     chance, ranks, began = random.Random(count), 0, time.time()
     for turn in range(count):
@@ -90,7 +91,7 @@ def controller_killed(storm: Storm, count: int) -> None:
 
 
 def log_cut(storm: Storm, times: int) -> None:
-    """unicrond's machine loses its power, and the log the last of its records, transitions among them."""
+    """Cut the power of unicrond's machine, so that the log loses its last records."""
     storm.train()
     chance = random.Random(times)
     for turn in range(times):
@@ -106,7 +107,7 @@ def log_cut(storm: Storm, times: int) -> None:
 
 
 def _as_before(storm: Storm) -> None:
-    """Ask that the job becomes whole, nothing was lost, and no node or hold is left behind."""
+    """Check that the job becomes whole, nothing was lost, and no node or hold is left behind."""
     storm.whole_now()
     storm.goes_on()
     storm.unharmed()
@@ -114,7 +115,7 @@ def _as_before(storm: Storm) -> None:
 
 
 def rank_lost_in_silence(storm: Storm, seconds: float) -> None:
-    """unicrond is stopped, and a rank is killed meanwhile."""
+    """Stop unicrond, and kill a rank meanwhile."""
     storm.train()
     pid = storm.pid(2)
     storm.site.controller.freeze()
@@ -129,7 +130,7 @@ def rank_lost_in_silence(storm: Storm, seconds: float) -> None:
 
 
 def node_lost_in_silence(storm: Storm, seconds: float) -> None:
-    """While nobody reaches the head a node loses its power."""
+    """Cut the power of a node while the head is cut off."""
     storm.train()
     victim = storm.job.node(1)
     storm.site.cut("head")
@@ -146,7 +147,7 @@ def node_lost_in_silence(storm: Storm, seconds: float) -> None:
 def node_cut_off(
     storm: Storm, at: str, count: int, slot: int, first: Callable[[Storm], object] = lambda _: None
 ) -> None:
-    """A node falls silent while its rank is at a known point of its iteration."""
+    """Cut off a node while its rank is at a known point of its iteration."""
     storm.train(TINY_FAULT=halted(slot, at, count))
     victim = storm.job.node(slot)
     storm.arm(slot, at, functools.partial(first, storm))
@@ -158,7 +159,7 @@ def node_cut_off(
 
 
 def cut_off_and_back(storm: Storm, seconds: float) -> None:
-    """A node is silent for a while. Its replacement may have begun."""
+    """Cut off a node for a while, in which its replacement may begin."""
     storm.train()
     victim = storm.job.node(1)
     since = storm.site.cut(victim)
@@ -172,9 +173,8 @@ def cut_off_and_back(storm: Storm, seconds: float) -> None:
     settled = storm.job.status()["generation"]
     time.sleep(AFTERMATH)
     now = storm.job.status()
-    storm.ask(
-        now["generation"] == settled, f"its replacement is not harmed (generation {settled}, {now['generation']})"
-    )
+    generations = f"{settled}, {now['generation']}"
+    storm.ask(now["generation"] == settled, f"its replacement is not harmed (generation {generations})")
     storm.ask(len(now["members"]) == ELEMENTS, f"the job is whole ({len(now['members'])} members)")
     storm.figure("requeues", storm.requeues())
     storm.ask(storm.requeues() <= 1, "no storm of requeues")
@@ -182,7 +182,7 @@ def cut_off_and_back(storm: Storm, seconds: float) -> None:
 
 
 def cut_apart(storm: Storm, left: tuple[int, ...], right: tuple[int, ...]) -> None:
-    """Elements that cannot reach each other; the head reaches all."""
+    """Cut elements off from each other; the head reaches all."""
     storm.train()
     sides = [",".join(storm.job.node(element) for element in side) for side in (left, right)]
     since = storm.site.cut(*sides)
@@ -197,7 +197,7 @@ def cut_apart(storm: Storm, left: tuple[int, ...], right: tuple[int, ...]) -> No
 
 
 def cut_through_the_head(storm: Storm, seconds: float) -> None:
-    """The head stays with the smaller part of a job: who could judge hears only the others' silence."""
+    """Cut the head and the smaller part of a job off from the larger part."""
     storm.train()
     with_head = ",".join(["head", storm.job.node(0)])
     since = storm.site.cut(with_head, ",".join(storm.job.node(element) for element in (1, 2)))
@@ -212,11 +212,11 @@ def cut_through_the_head(storm: Storm, seconds: float) -> None:
 
 
 def packets_lost(storm: Storm, seconds: float) -> None:
-    """Ten packets of a hundred are lost on all links, then thirty on one node's; agents pause now and then."""
+    """Lose 10 % of the packets on all links, then 30 % on one node's, and pause agents now and then."""
     storm.train()
     since = time.time()
-    everybody = ",".join(["head", *storm.site.cluster.spec.node_names])
-    storm.site.loss(everybody, 0.1)
+    everything = ",".join(["head", *storm.site.cluster.spec.node_names])
+    storm.site.loss(everything, 0.1)
     _pauses(storm, seconds / 2)
     storm.site.loss(storm.job.node(1), 0.3)
     _pauses(storm, seconds / 2)
@@ -233,7 +233,7 @@ def packets_lost(storm: Storm, seconds: float) -> None:
 
 
 def slurmctld_hung(storm: Storm, seconds: float) -> None:
-    """slurmctld answers nobody."""
+    """Stop slurmctld."""
     storm.train()
     since = time.time()
     with stopped([p.pid for p in storm.site.cluster.processes() if p.kind == "slurmctld"]):
@@ -243,7 +243,7 @@ def slurmctld_hung(storm: Storm, seconds: float) -> None:
 
 
 def slurmctld_slow(storm: Storm, seconds: float) -> None:
-    """slurmctld answers after three seconds."""
+    """Delay slurmctld's answers by three seconds."""
     storm.train()
     since = time.time()
     while time.time() < since + seconds:
@@ -255,7 +255,7 @@ def slurmctld_slow(storm: Storm, seconds: float) -> None:
 
 
 def daemons_restarted(storm: Storm, kind: str, seconds: float) -> None:
-    """slurmctld, or slurmd on all nodes, ends, and is started again later, as an upgrade does; then a rank dies."""
+    """End slurmctld, or all slurmd, and start them later, as an upgrade does; then kill a rank."""
     storm.train()
     since = time.time()
     for process in storm.site.cluster.processes():
@@ -270,8 +270,10 @@ def daemons_restarted(storm: Storm, kind: str, seconds: float) -> None:
 
 
 def clocks_stepped(storm: Storm) -> None:
-    """The time of day is stepped by 60 s, to and fro, at the agents and ranks, and at unicrond, which is also started
-    anew then. Nobody's time can be compared here: iterations are counted."""
+    """Step the time of day by 60 s in both directions for agents and ranks, and for unicrond, which restarts then.
+
+    Times are not comparable here, so iterations are counted.
+    """
     nodes, head = Clock(storm.site.folder / "clock.nodes"), Clock(storm.site.folder / "clock.head")
     controller = storm.site.controller
     before = dict(controller.environment)
@@ -304,7 +306,7 @@ def clocks_stepped(storm: Storm) -> None:
 
 
 def _pauses(storm: Storm, seconds: float) -> None:
-    """For so long, stop one agent after the other for 2 s."""
+    """Stop one agent after the other for 2 s each."""
     deadline = time.monotonic() + seconds
     agents = storm.agents()
     while time.monotonic() < deadline:
@@ -315,10 +317,7 @@ def _pauses(storm: Storm, seconds: float) -> None:
 
 
 def rows(loss_seconds: float, kills: int, soak_seconds: float, seed: int) -> list[Row]:
-    """Return the table, in the order in which it is run.
-
-    loss_seconds: how long packets are lost. kills: of unicrond. soak_seconds, seed: of the soak, the last row.
-    """
+    """Return the table in its order."""
     untouched = "no node drained or down, no job broken, no iteration lost"
     kept = "no job lost, no node leaked"
     unnoticed = "training does not notice"
@@ -326,8 +325,8 @@ def rows(loss_seconds: float, kills: int, soak_seconds: float, seed: int) -> lis
     unharmed = "whole <= 15 s, replacement unharmed, no node out of service"
     found: list[Row] = []
 
-    def add(name: str, what: str, asked: str, limit: float, play: Callable[..., None], **settings: Any) -> None:
-        found.append(Row(name, what, asked, functools.partial(play, **settings), limit))
+    def add(name: str, what: str, goal: str, limit: float, play: Callable[..., None], **settings: Any) -> None:
+        found.append(Row(name, what, goal, functools.partial(play, **settings), limit))
 
     for n in (3, 15, 60):
         add(f"head-{n}", f"the head cut off for {n} s", untouched, 300 + n, head_silent, seconds=n)
@@ -350,12 +349,12 @@ def rows(loss_seconds: float, kills: int, soak_seconds: float, seed: int) -> lis
     add("cut-transfer", "a node cut off in a transfer", cut, 480, node_cut_off, **transfer)
     for n in (1, 5, 9, 30):
         add(f"back-{n}", f"a node cut off for {n} s and back", unharmed, 480, cut_off_and_back, seconds=n)
-    asked = "goes on <= 5 s after it is found, no node blamed"
-    add("pair", "two nodes that cannot reach each other", asked, 480, cut_apart, left=(0,), right=(1,))
-    asked = "the larger half goes on <= 5 s after it is found"
-    add("halves", "a job cut into one node and two", asked, 480, cut_apart, left=(1,), right=(0, 2))
-    what, asked = "a job cut apart, the head with the smaller half", "never two halves, on <= 15 s after it"
-    add("halves-head", what, asked, 480, cut_through_the_head, seconds=30)
+    goal = "goes on <= 5 s after it is found, no node blamed"
+    add("pair", "two nodes that cannot reach each other", goal, 480, cut_apart, left=(0,), right=(1,))
+    goal = "the larger half goes on <= 5 s after it is found"
+    add("halves", "a job cut into one node and two", goal, 480, cut_apart, left=(1,), right=(0, 2))
+    what, goal = "a job cut apart, the head with the smaller half", "never two halves, on <= 15 s after it"
+    add("halves-head", what, goal, 480, cut_through_the_head, seconds=30)
     what = "10 % of packets lost everywhere, then 30 % at one node; agents pause"
     add("loss", what, "no false loss", 420 + 2 * loss_seconds, packets_lost, seconds=loss_seconds)
     add("slurmctld", "slurmctld hung for 20 s", unnoticed, 300, slurmctld_hung, seconds=20)
@@ -365,6 +364,6 @@ def rows(loss_seconds: float, kills: int, soak_seconds: float, seed: int) -> lis
     what = "slurmd restarted everywhere (an upgrade)"
     add("slurmds", what, unnoticed, 300, daemons_restarted, kind="slurmd", seconds=5)
     add("clocks", "clocks stepped by +-60 s", unnoticed, 420, clocks_stepped)
-    what, asked = "all of it, drawn at random, again and again", "whole each time, nothing lost, never two halves"
-    add("soak", what, asked, 420 + 2 * soak_seconds, soak, seconds=soak_seconds, seed=seed)
+    what, goal = "all of it, drawn at random, again and again", "whole each time, nothing lost, never two halves"
+    add("soak", what, goal, 420 + 2 * soak_seconds, soak, seconds=soak_seconds, seed=seed)
     return found

@@ -1,4 +1,4 @@
-"""A soak: what can happen to a small cluster, drawn at random, again and again; one job has to heal each time."""
+"""A soak: random faults of a small cluster, after each of which one job must heal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.processes import wait_for
 
 
 def soak(storm: Storm, seconds: float, seed: int) -> None:
-    """Goes on for so long, and ends early at the first deed after which the job does not come to be whole."""
+    """Draw faults for so long, or until the job does not become whole after one."""
     storm.train()
     chance, done, took = random.Random(seed), Counter[str](), []
     until = time.time() + seconds
@@ -25,7 +25,7 @@ def soak(storm: Storm, seconds: float, seed: int) -> None:
         deed(storm, chance)
         done[deed.__name__] += 1
         over = time.time()
-        try:  # what still seems to be whole is not: a second deed then could take the last copy of the state
+        try:  # before the next step of all ranks a second fault could take the last copy of the state
             wait_for(lambda since=over + 1.0: _all_step(storm, since), "all ranks step together", HEAL_LIMIT)
         except AssertionError:
             history = " ".join(f"{name} {count}" for name, count in done.items())
@@ -42,32 +42,32 @@ def soak(storm: Storm, seconds: float, seed: int) -> None:
 
 
 def rank_killed(storm: Storm, chance: random.Random) -> None:
-    """By kill -9."""
+    """Kill a rank."""
     storm.kill_some_rank(chance)
 
 
 def agent_killed(storm: Storm, chance: random.Random) -> None:
-    """Its ranks end with it, and Slurm starts the element again."""
+    """Kill an agent: its ranks end with it, and Slurm starts the element again."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(chance.choice(storm.agents()), signal.SIGKILL)
 
 
 def agents_paused(storm: Storm, chance: random.Random) -> None:
-    """One after the other, for up to 2 s each."""
+    """Stop one agent after the other, for up to 2 s each."""
     for pid in storm.agents():
         with stopped([pid]):
             time.sleep(chance.uniform(0.5, 2.0))
 
 
 def node_cut_off(storm: Storm, chance: random.Random) -> None:
-    """Silent for up to 20 s, and back."""
+    """Cut off a node for up to 20 s."""
     storm.site.cut(_some_node(storm, chance))
     time.sleep(chance.uniform(0.5, 20.0))
     storm.site.heal()
 
 
 def node_without_power(storm: Storm, chance: random.Random) -> None:
-    """Take its power; it boots later, and an admin takes it back where Slurm wants that."""
+    """Cut a node's power; it boots later, and an admin takes it back if Slurm asks for that."""
     victim = _some_node(storm, chance)
     storm.site.cluster.power_off(victim)
     time.sleep(chance.uniform(3.0, 15.0))
@@ -79,7 +79,7 @@ def node_without_power(storm: Storm, chance: random.Random) -> None:
 
 
 def nodes_cut_apart(storm: Storm, chance: random.Random) -> None:
-    """Two of the job's nodes, for up to 15 s."""
+    """Cut two of the job's nodes off from each other for up to 15 s."""
     first, second = chance.sample(range(ELEMENTS), 2)
     storm.site.cut(storm.job.node(first), storm.job.node(second))
     time.sleep(chance.uniform(1.0, 15.0))
@@ -87,14 +87,14 @@ def nodes_cut_apart(storm: Storm, chance: random.Random) -> None:
 
 
 def packets_lost(storm: Storm, chance: random.Random) -> None:
-    """Up to 30 of 100, at one node."""
+    """Lose up to 30 % of one node's packets."""
     storm.site.loss(_some_node(storm, chance), chance.uniform(0.05, 0.3))
     time.sleep(chance.uniform(3.0, 10.0))
     storm.site.heal()
 
 
 def head_cut_off(storm: Storm, chance: random.Random) -> None:
-    """For up to 15 s; half of the times a rank dies meanwhile."""
+    """Cut the head off for up to 15 s; half of the times a rank dies meanwhile."""
     storm.site.cut("head")
     time.sleep(chance.uniform(0.5, 7.0))
     if chance.random() < 0.5:
@@ -104,7 +104,7 @@ def head_cut_off(storm: Storm, chance: random.Random) -> None:
 
 
 def controller_killed(storm: Storm, chance: random.Random) -> None:
-    """And started again; half of the times a rank dies meanwhile."""
+    """Kill and start the controller; half of the times a rank dies meanwhile."""
     storm.site.controller.kill()
     if chance.random() < 0.5:
         storm.kill_some_rank(chance)
@@ -120,7 +120,7 @@ def controller_stopped(storm: Storm, chance: random.Random) -> None:
 
 
 def _all_step(storm: Storm, since: float) -> bool:
-    """All ranks have stepped since then, in one generation."""
+    """Return whether all ranks have stepped since then in one generation."""
     late = [step for step in storm.job.steps() if step["time"] > since]
     newest = max((step["generation"] for step in late), default=0)
     return len({step["slot"] for step in late if step["generation"] == newest}) == ELEMENTS

@@ -1,4 +1,4 @@
-"""One storm: a job on a cluster with real links, what is done to it, and what is seen and asked of it."""
+"""One storm: a job on a cluster with real links, its figures, and the checks of the rows."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.support.links import LinksCluster, LinksJob
 from tests.support.processes import wait_for
 from unicron_detector.iterations.iteration_monitor import Limits
@@ -22,35 +24,37 @@ ELEMENTS = 3
 LEARNED = Limits()
 ITERATIONS_TO_LEARN = LEARNED.skip + LEARNED.learn + 4
 START_LIMIT = 150.0  # seconds; the ranks of all nodes start on this machine's few cores
-HEAL_LIMIT = 90.0  # for whatever must come: a row that waited for it in vain has failed and goes on to the next
-BUSY_PAUSE = 5.0  # between two steps of a job that nobody disturbs, while other programs use the cores
+HEAL_LIMIT = 90.0  # of each wait
+BUSY_PAUSE = 5.0  # between two steps of an undisturbed job, while other programs use the cores
 NEVER = float("inf")
-LOG = "events.sqlite"  # in the state folder
-STALE = 1.0  # a step of an older generation so long after the first of a younger one: two halves go on
+STALE = 1.0  # an older generation that steps so long after the first step of a newer one is a second half
 OUT_OF_SERVICE = {"DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL"}
 
 
 @dataclass
 class Storm:
-    """The job and the questions of a row. `wrong`: what was asked and not seen; `seen`: the figures."""
+    """The job and the checks of a row."""
 
     site: LinksCluster
     seen: dict[str, str] = field(default_factory=dict)
+    """The figures."""
     wrong: list[str] = field(default_factory=list)
+    """The checks that failed."""
     job: LinksJob = field(init=False)
     generation: int = field(init=False, default=0)
+    _pids: dict[int, int] = field(init=False, default_factory=dict)
 
     # ------------------------------------------------------------ the job
     def train(self, elements: int = ELEMENTS, **settings: str) -> None:
-        """Submit the job and wait until all its elements train together and its iteration time is known, by which hangs
-        are found; one node stays spare."""
+        """Submit the job, and wait until all elements train and its iteration time is known. One node stays spare."""
         self.job = self.site.submit(elements, **settings)
         self.job.whole(elements, START_LIMIT)
         self.job.reached(ITERATIONS_TO_LEARN)
         self.generation = self.job.steps()[-1]["generation"]
+        self.pid(0)
 
     def arm(self, slot: int, at: str, act: Callable[[], object] = lambda: None) -> None:
-        """Stop the rank at the gate that `halted` describes, in its next iteration, or once `act` has led it there."""
+        """Stop the rank at the gate of `halted`, in its next iteration or after `act` has led it there."""
         before = set(self.job.folder.glob(f"fault.{slot}.*"))
         (self.job.folder / "armed").touch()
         act()
@@ -62,21 +66,22 @@ class Storm:
         (self.job.folder / "gate.1").touch()
 
     def pid(self, slot: int) -> int:
-        """The process of a rank, whatever the controller knows of it. Raises LookupError."""
-        mark = f"UNICRON_SLOT={slot}".encode()
-        tasks = [p for p in self.site.cluster.processes() if p.kind == "task"]
-        found = [p for p in tasks if mark in _words(p.pid, "environ")]
-        if not found:
+        """Return the process of a rank, by the last answer of a controller that may be gone. Raises LookupError."""
+        if self.site.controller.alive:
+            ranks = [rank for element in self.job.status().get("elements", []) for rank in element["ranks"]]
+            self._pids |= {rank["slot"]: rank["pid"] for rank in ranks if rank["pid"]}
+        tasks = [process.pid for process in self.site.cluster.processes() if process.kind == "task"]
+        if self._pids.get(slot) not in tasks:
             raise LookupError(f"no rank of slot {slot} runs")
-        return min(found, key=lambda p: p.started).pid
+        return self._pids[slot]
 
     def kill_rank(self, slot: int) -> float:
-        """kill -9; returns the time."""
+        """Kill a rank. Return the time."""
         os.kill(self.pid(slot), signal.SIGKILL)
         return time.time()
 
     def kill_some_rank(self, chance: random.Random) -> bool:
-        """Kill any rank; False when it does not run now."""
+        """Kill a random rank. Return whether it was running."""
         try:
             self.kill_rank(chance.randrange(ELEMENTS))
         except (LookupError, ProcessLookupError):
@@ -84,18 +89,19 @@ class Storm:
         return True
 
     def cut_log(self, count: int) -> None:
-        """Take the last records off the log of a unicrond that does not run, as a power cut may."""
-        with contextlib.closing(sqlite3.connect(self.site.controller.state_folder / LOG)) as db, db:
+        """Take the last records off the log of a stopped unicrond, as a power cut may."""
+        log = self.site.controller.state_folder / "events.sqlite"
+        with contextlib.closing(sqlite3.connect(log)) as db, db:
             db.execute("DELETE FROM event WHERE id > (SELECT MAX(id) FROM event) - ?", (count,))
             db.execute("DELETE FROM state WHERE event > (SELECT MAX(id) FROM event)")
 
     def agents(self) -> list[int]:
-        """Process ids of all agents."""
+        """Return the process ids of all agents."""
         return [p.pid for p in self.site.cluster.processes() if p.kind == "task" and is_agent(p.pid)]
 
     # ------------------------------------------------------------ figures
     def figure(self, name: str, value: object, unit: str = "") -> None:
-        """Note what was seen."""
+        """Note a figure."""
         if value == NEVER:
             self.seen[name] = f"not within {HEAL_LIMIT:g} s"
             return
@@ -103,32 +109,31 @@ class Storm:
         self.seen[name] = f"{text} {unit}".strip()
 
     def ask(self, fulfilled: bool, what: str) -> None:
-        """Note what was asked where it was not fulfilled."""
+        """Note a check that is not fulfilled."""
         if not fulfilled:
             self.wrong.append(what)
 
     def at_most(self, name: str, seconds: float, limit: float) -> None:
-        """Note a time, and ask that it is not longer than that."""
+        """Note a time, and check that it is within the limit."""
         self.figure(name, seconds, "s")
         self.ask(seconds <= limit, f"{name} <= {limit:g} s")
 
     def next_step(self, since: float) -> float:
-        """When the job took its first step in a new generation, or NEVER."""
+        """Return when the job took its first step in a new generation, or NEVER."""
         try:
             return self.job.next_step(since, HEAL_LIMIT)
         except AssertionError:
             return NEVER
 
     def goes_on(self) -> None:
-        """Ask that the job trains some iterations more."""
+        """Check that the job trains some more iterations."""
         try:
             self.job.reached(5, HEAL_LIMIT)
         except AssertionError:
             self.wrong.append("the job goes on")
 
     def whole_again(self, members: int = ELEMENTS) -> float:
-        """When the last of so many ranks took its first step in one generation younger than that before the storm, or
-        NEVER."""
+        """Return when all of `members` ranks had stepped in one generation since the storm, or NEVER."""
 
         def found() -> float:
             first: dict[int, dict[int, float]] = {}
@@ -143,11 +148,11 @@ class Storm:
             return NEVER
 
     def failures(self) -> list[dict[str, Any]]:
-        """Return what the controller has on record of this job."""
+        """Return the failures of this job that the controller has on record."""
         return [failure for failure in self.site.controller.failures() if failure["job"] == self.job.id]
 
     def out_of_service(self) -> list[str]:
-        """Nodes that are drained or down."""
+        """Return the nodes that are drained or down."""
         return sorted(node for node, states in self.site.nodes().items() if states & OUT_OF_SERVICE)
 
     def requeues(self) -> int:
@@ -155,22 +160,22 @@ class Storm:
         listed = self.site.slurm("squeue", "-h", "-r", "-j", self.job.id, "-O", "RestartCnt:10", check=False)
         return sum(int(word) for word in listed.split())
 
-    # ------------------------------------------------------------ what rows have in common
+    # ------------------------------------------------------------ checks of several rows
     def whole_now(self) -> None:
-        """Ask that all elements come to train together."""
+        """Check that all elements train together again."""
         try:
             self.job.whole(ELEMENTS, HEAL_LIMIT)
         except AssertionError:
             self.wrong.append(f"the job is whole again within {HEAL_LIMIT:g} s")
 
     def nothing_held(self) -> None:
-        """Ask that no element of any job is held or waits in vain."""
+        """Check that no element of any job is held or waits."""
         listed = self.site.slurm("squeue", "-h", "-r", "-O", "ArrayTaskID:10,StateCompact:10,Reason:40").splitlines()
         waiting = [" ".join(line.split()) for line in listed if line.split()[1] != "R"]
         self.ask(not waiting, f"no element is held or waits ({'; '.join(waiting)})")
 
     def no_two_halves(self) -> None:
-        """Ask that no older generation went on while a younger one did, and that no two had the same number."""
+        """Check that no older generation went on beside a newer one, and that no two had the same number."""
         begun: dict[int, float] = {}
         ranks: dict[int, set[int]] = {}
         sizes: dict[int, set[int]] = {}
@@ -185,20 +190,20 @@ class Storm:
         self.ask(not stale, f"never two generations that both go on ({stale} steps of an older one)")
 
     def nothing_lost(self) -> None:
-        """Ask that no iteration was trained twice, and that none was computed wrongly."""
+        """Check that no iteration was trained twice, and that none broke the ledger."""
         again = self.job.repeated()
         self.ask(not again, f"no iteration lost ({again} trained again)")
         violations = self.job.status().get("ledger_violations", 0)
         self.ask(not violations, f"no micro-batch lost or counted twice ({violations} iterations)")
 
     def unharmed(self, but: tuple[str, ...] = ()) -> None:
-        """Ask that no two generations go on, nothing was lost, and every node serves, save these."""
+        """Check that no two generations go on, nothing was lost, and all nodes but these serve."""
         self.no_two_halves()
         self.nothing_lost()
         self.in_service(but)
 
     def untouched(self, since: float) -> None:
-        """Ask that the job has trained on since then as if nothing had been, and that every node serves."""
+        """Check that the job has trained on undisturbed since then, and that every node serves."""
         self.at_most("longest pause", self.job.pause(since), BUSY_PAUSE)
         broken = sorted({step["generation"] for step in self.job.steps()} - set(range(self.generation + 1)))
         self.ask(not broken, f"no job broken (generations {broken} after {self.generation})")
@@ -206,14 +211,14 @@ class Storm:
         self.in_service(but=())
 
     def in_service(self, but: tuple[str, ...]) -> None:
-        """Ask that no node is drained or down, save these."""
+        """Check that no node but these is drained or down."""
         out = [node for node in self.out_of_service() if node not in but]
         self.figure("out of service", ",".join(self.out_of_service()) or "none")
         self.ask(not out, f"no node drained or down ({','.join(out)})")
 
 
 class Clock:
-    """A time of day of its own for the Python programs that get its environment."""
+    """A time of day for the Python programs that get its environment."""
 
     def __init__(self, file: Path):
         self._file = file
@@ -222,7 +227,7 @@ class Clock:
         self.environment = {"PYTHONPATH": os.pathsep.join(paths), "UNICRON_STEPPED_CLOCK": str(file)}
 
     def step(self, seconds: int) -> None:
-        """So much later than the machine's own time from now on."""
+        """Set it to so many seconds after the machine's own time."""
         new = self._file.with_suffix(".new")
         new.write_text(f"{seconds:+d}\n")
         new.replace(self._file)
@@ -230,7 +235,7 @@ class Clock:
 
 @contextlib.contextmanager
 def stopped(pids: Sequence[int]) -> Iterator[None]:
-    """SIGSTOP, and SIGCONT whatever happens."""
+    """Stop processes with SIGSTOP during a block."""
     try:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -243,18 +248,14 @@ def stopped(pids: Sequence[int]) -> Iterator[None]:
 
 
 def halted(slot: int, at: str, count: int) -> str:
-    """TINY_FAULT that stops a rank there before the gate, once the file `armed` is in the job's folder."""
+    """Return a TINY_FAULT that stops a rank at the gate once the file `armed` is in the job's folder."""
     place = {"slot": slot, "iteration": "any", "at": at, "count": count, "file": "armed"}
     return json.dumps([place | {"kind": "wait", "gate": 1}])
 
 
 def is_agent(pid: int) -> bool:
-    return any(word.endswith(b"/unicron-agent") for word in _words(pid, "cmdline")[:2])
-
-
-def _words(pid: int, file: str) -> list[bytes]:
-    """/proc/PID/cmdline or environ; empty when the process is gone."""
+    """Return whether a living process is an agent."""
     try:
-        return Path(f"/proc/{pid}/{file}").read_bytes().split(b"\0")
-    except OSError:
-        return []
+        return any(word.endswith("/unicron-agent") for word in psutil.Process(pid).cmdline()[:2])
+    except psutil.Error:
+        return False

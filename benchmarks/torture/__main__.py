@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import platform
 import random
 import signal
 import subprocess
@@ -19,25 +17,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import commit
-from benchmarks.torture import leaks, picture, progress, proof, schedule
+from benchmarks.report import commit, machine
+from benchmarks.torture import leaks, progress, proof, schedule
 from benchmarks.torture.deeds import refused
-from benchmarks.torture.progress import Progress
-from benchmarks.torture.run import Defect, Run, Stopped, begin
-from benchmarks.torture.show import Show
+from benchmarks.torture.progress import Leg, Progress
+from benchmarks.torture.run import Defect, Run, Stopped
 from benchmarks.torture.stage import CHECKPOINTS, ELEMENTS, KEEP_MINUTES, NODES, TRAININGS, Site, end_leftovers
 from unicron_ctl.lab.cluster.cluster_layout import default_state_dir
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError, one_line
-from unicron_planner.problem.objective import PlanError
 
 INTERRUPTED = 130
 FINISHED, PROVEN = "finished", "proven"
-TIDY_LIMIT = 150.0  # seconds for what a job leaves to be gone
-SPARE = 15.0  # seconds by which find(1) may count minutes otherwise
+TIDY_LIMIT = 150.0  # seconds until all files of a job must be gone
+SPARE = 15.0  # seconds: find(1) counts whole minutes
+LOOK = 60.0  # seconds between two lines about the undisturbed trainings
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
-    """The command's options; refuses, in one line, what cannot be."""
+    """Return the command's options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.torture", description=__doc__.splitlines()[0])
     parser.add_argument("--failures", type=int, default=1200, help="how many (default 1200; the short form: 60)")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two, at least (default 5)")
@@ -47,26 +44,22 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true", help="go on with the run in that folder")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help=".png or .svg (default torture.png in the folder)")
     options = parser.parse_args(words)
     if options.failures < 1 or options.every < 0:
         parser.error("--failures is at least 1, --every at least 0 seconds")
-    if options.picture and options.picture.suffix.lower() not in (".png", ".svg"):
-        parser.error(f"--picture {options.picture}: a picture is a .png or .svg file")
-    for path in filter(None, (options.json, options.picture)):
-        if not path.resolve().parent.is_dir():
-            parser.error(f"{path}: no such folder; make it or choose another")
+    if options.json and not options.json.resolve().parent.is_dir():
+        parser.error(f"{options.json}: no such folder; make it or choose another")
     options.folder = options.folder.expanduser().resolve()
     return options
 
 
-def opened(options: argparse.Namespace) -> tuple[Progress, dict[str, str]]:
-    """The run to begin or to go on with, and the kinds that are left out, with why. Raises UserError."""
+def open_run(options: argparse.Namespace) -> tuple[Progress, dict[str, str]]:
+    """Return the run to begin or to resume, and the reason for each kind that is left out. Raises UserError."""
     if options.resume:
         found = progress.load(options.folder)
         left_out = refused(tuple(found.kinds))
         if left_out:
-            raise UserError(f"the run has {', '.join(left_out)}, which cannot be had here: go on where it began")
+            raise UserError(f"this machine cannot do {', '.join(left_out)}: resume the run where it began")
         if found.legs and found.legs[-1].ended == PROVEN:
             raise UserError(f"the run in {options.folder} is over: begin a new one in another --folder", WRONG_USE)
         return found, {}
@@ -85,62 +78,65 @@ def opened(options: argparse.Namespace) -> tuple[Progress, dict[str, str]]:
 
 
 class Torture:
-    """A run from its beginning, or from where it was interrupted, to the report."""
+    """A run from its beginning, or from its interruption, to the report."""
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.folder = options, options.folder
-        self.progress, self.left_out = opened(options)
-        self.wanted = False  # by a signal: the run is to end
-        self.curves: list[picture.Curves] = []
+        self.progress, self.left_out = open_run(options)
+        self.stopping = False
+        self.began = time.monotonic()
 
     def stop(self, *_: object) -> None:
-        """Stop as a signal handler; the second time at once."""
-        if self.wanted:
+        """Handle a signal: end the run, the second time at once."""
+        if self.stopping:
             raise KeyboardInterrupt
-        self.wanted = True
+        self.stopping = True
+
+    def tell(self, text: str) -> None:
+        """Print a line with the seconds since the start."""
+        print(f"{time.monotonic() - self.began:7.1f} s  {text}", flush=True)
 
     def save(self) -> None:
         going = not (self.progress.legs and self.progress.legs[-1].ended in (FINISHED, PROVEN))
         self.progress.save(self.folder, time.time() if going else 0.0)
 
     def run(self) -> int:
-        """The exit status."""
+        """Return the exit status."""
         run = self.progress
         end_leftovers(self.folder)
         try:
-            with Show(run.failures, run.position) as show:
-                left = "".join(f"; left out: {kind}: {why}" for kind, why in self.left_out.items())
-                show.tell(f"{run.failures} failures of {len(run.kinds)} kinds, seed {run.seed}, in {self.folder}{left}")
-                if not (run.legs and run.legs[-1].ended == FINISHED):
-                    self._leg(show)
+            left = "".join(f"; left out: {kind}: {why}" for kind, why in self.left_out.items())
+            self.tell(f"{run.failures} failures of {len(run.kinds)} kinds, seed {run.seed}, in {self.folder}{left}")
+            if not (run.legs and run.legs[-1].ended == FINISHED):
+                self._leg()
             order = self._undisturbed()
         except Stopped:
             print(f"interrupted after {run.position} failures: go on with --resume --folder {self.folder}")
             return INTERRUPTED
         except (Defect, UserError, AssertionError, RuntimeError, subprocess.SubprocessError) as defect:
-            told = one_line(str(defect))[:500]
-            print(f"DEFECT: {told}; the logs are in {self.folder}")
-            run.wrong.append(told)
+            text = one_line(str(defect))[:500]
+            print(f"DEFECT: {text}; the logs are in {self.folder}")
+            run.wrong.append(text)
             run.legs[-1].ended = "defect"
             self.save()
             return 1
         return self._report(order)
 
-    def _leg(self, show: Show) -> None:
-        """The cluster comes up, the rest of the schedule is played, and the cluster goes."""
+    def _leg(self) -> None:
+        """Start the cluster, play the rest of the schedule, and end the cluster."""
         run = self.progress
-        begin(run)
+        run.legs.append(Leg(time.time()))
         self.save()
         number = len(run.legs) - 1
         if number:
-            show.tell("resumed: the cluster is started again, and the jobs go on from their last checkpoints")
+            self.tell("resumed: the cluster is started again, and the jobs go on from their last checkpoints")
         folder = self.folder / f"leg{number}"
         folder.mkdir()
-        show.tell(f"starting slurmctld, {NODES} slurmd and unicrond in {folder}")
+        self.tell(f"starting slurmctld, {NODES} slurmd and unicrond in {folder}")
         site = Site(folder, self.folder / CHECKPOINTS)
         try:
             before = site.inventory()
-            part = Run(site, run, show, lambda: self.wanted, self.save)
+            part = Run(site, run, self.tell, lambda: self.stopping, self.save)
             try:
                 part.play()
                 part.end()
@@ -155,7 +151,7 @@ class Torture:
             site.close()
 
     def _judge(self, site: Site, part: Run) -> None:
-        """Add what a leg has shown, however it ended: what grew, what the ranks have read, the ledger."""
+        """Add a leg's leaks, checkpoints read and ledger violations, however it ended."""
         run = self.progress
         grown = leaks.growth(part.samples)
         run.lives = {what: run.lives.get(what, 0) + grown.lives.get(what, 0) for what in leaks.WHAT}
@@ -166,7 +162,7 @@ class Torture:
                 run.wrong.append(f"{name}: {job.violations} violations of the ledger")
 
     def _leaks(self, site: Site, part: Run, before: leaks.Inventory) -> None:
-        """Add what the jobs have left, after the next one has passed by on each node."""
+        """Add what the jobs have left, after another job has run on each node."""
         passed, deadline = False, time.monotonic() + TIDY_LIMIT
         while (found := leaks.leaked(before, site.inventory())) and time.monotonic() < deadline:
             part.turn()
@@ -182,64 +178,55 @@ class Torture:
             for name in last:
                 steps = proof.steps_of(self.folder / f"leg{number}" / name)
                 last[name] = max([last[name], *(step["iteration"] for step in steps)])
-        with Show(sum(last.values()) + len(last), what="undisturbed iterations") as show:
-            show.tell("the same trainings without a fault")
+        self.tell("the same trainings without a fault")
+        printed = time.monotonic()
 
-            def look(done: int) -> None:
-                if self.wanted:
-                    raise Stopped
-                show.advance(done)
-                show.now(f"{done} iterations")
+        def look(done: int) -> None:
+            nonlocal printed
+            if self.stopping:
+                raise Stopped
+            if time.monotonic() > printed + LOOK:
+                printed = time.monotonic()
+                self.tell(f"{done} of {sum(last.values()) + len(last)} undisturbed iterations")
 
-            return proof.run_undisturbed(self.folder, last, look)
+        return proof.run_undisturbed(self.folder, last, look)
 
     def _report(self, order: float) -> int:
         run, jobs = self.progress, []
         for training in TRAININGS:
-            figures, curves, wrong = proof.of_job(self.folder, run, training)
+            figures, wrong = proof.of_job(self.folder, run, training)
             jobs.append(figures)
-            self.curves.append(curves)
             run.wrong += wrong
         unseen = [what for what in leaks.WHAT if not run.lives.get(what)]
         run.wrong += [f"no {what} lived long enough to be judged for growth: ask for more failures" for what in unseen]
-        hours = sum(leg.seconds for leg in run.legs) / 3600
-        result = _about(run, hours) | {"jobs": jobs, "order_alone": order, "wrong": run.wrong}
+        result = _about(run) | {"jobs": jobs, "order_alone": order, "wrong": run.wrong}
         run.legs[-1].ended = PROVEN
         self.save()
-        path = self.options.picture or self.folder / "torture.png"
-        title = f"{len(run.inflicted)} failures in {hours:.1f} h, {run.moves} moves of nodes between the jobs"
-        title += f", interrupted {len(run.legs) - 1} times" if len(run.legs) > 1 else ""
-        try:
-            picture.draw(self.curves, proof.TOLERANCE, path, title)
-            print(f"picture: {path}")
-        except PlanError as error:
-            print(f"no picture: {error}")
         if self.options.json:
             self.options.json.write_text(json.dumps(result, indent=1) + "\n")
         print(table(result))
         return int(bool(run.wrong))
 
 
-def _about(run: Progress, hours: float) -> dict[str, Any]:
+def _about(run: Progress) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "machine": machine(),
         "seed": run.seed,
         "failures": len(run.inflicted),
         "refused": len(run.done) - len(run.inflicted),
         "lives": run.lives,
         "legs": len(run.legs),
-        "hours": hours,
+        "hours": sum(leg.seconds for leg in run.legs) / 3600,
         "moves": run.moves,
         "formed_anew": run.formed_anew,
-        "causes": run.causes,
         "kinds": proof.healing(run),
     }
 
 
 def table(result: dict[str, Any]) -> str:
-    """The results for people."""
+    """Return the results for people."""
     lines = [f"{'fault':<24}{'times':>6}{'sound again, median s':>24}{'at most':>10}"]
     for kind, of in result["kinds"].items():
         shown = [f"{of[key]:.1f}" if of[key] is not None else "" for key in ("sound_after_median", "sound_after_most")]
@@ -251,18 +238,17 @@ def table(result: dict[str, Any]) -> str:
             f"{job['where']}; the order of sums alone: {result['order_alone']:.1e}; at most {proof.TOLERANCE:g})"
         )
     judged = " and ".join(f"{count} lives of {what}" for what, count in result["lives"].items())
-    lines.append(f"{result['refused']} failures were refused and count as none; judged for growth: {judged}")
+    lines.append(f"{result['refused']} refused failures do not count; judged for growth: {judged}")
     lines.append(
         f"{result['failures']} failures in {result['hours']:.2f} h, {result['moves']} moves of nodes between the jobs, "
         f"seed {result['seed']}, commit {result['commit']}, {result['machine']}, {result['date']}"
     )
-    return "\n".join(
-        [*lines, *(f"WRONG: {what}" for what in result["wrong"] or []), "passed" if not result["wrong"] else "FAILED"]
-    )
+    lines += [f"WRONG: {what}" for what in result["wrong"]]
+    return "\n".join([*lines, "FAILED" if result["wrong"] else "passed"])
 
 
 def main(words: list[str] | None = None) -> int:
-    """See the module's text."""
+    """Return the exit status."""
     options = arguments(words)
     try:
         torture = Torture(options)

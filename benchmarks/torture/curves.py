@@ -1,5 +1,4 @@
-"""Was the training the undisturbed one? By what the ranks noted themselves: losses, and the micro-batches that each had
-in its gradient, when it began to reduce and when it had stepped. Pure."""
+"""Compare a training with the undisturbed one, by the ranks' own notes of losses and micro-batches. Pure."""
 
 from __future__ import annotations
 
@@ -15,31 +14,31 @@ Step = Mapping[str, Any]
 
 
 def not_once(steps: Iterable[Step], reduced: Iterable[Step], first: int, last: int, micro_batches: int) -> list[str]:
-    """Return what is not exactly once in iterations `first` to `last`; empty when each micro-batch is in one gradient.
+    """Return a line for each error in iterations `first` to `last`; none if each micro-batch is in one gradient.
 
-    reduced: what each rank noted when it began to reduce. Whoever is gone without a word after that has its part in the
-    sum all the same, if it was in the generation that reduced last: in that one the others have stepped.
+    `reduced` has what each rank noted when it began to reduce. A rank that died after that has its part in the sum if
+    it was in the generation that reduced last, in which the others have stepped.
     """
     by_iteration, brought = _by_iteration(steps), _by_iteration(reduced)
     found = []
     for iteration in range(first, last + 1):
-        told = by_iteration.get(iteration, [])
-        slots = [step["slot"] for step in told]
+        noted = by_iteration.get(iteration, [])
+        slots = [step["slot"] for step in noted]
         if not slots:
-            found.append(f"iteration {iteration}: nobody noted it")
+            found.append(f"iteration {iteration}: no rank noted it")
             continue
         if len(slots) > len(set(slots)):
             found.append(f"iteration {iteration}: stepped twice by one of slots {sorted(slots)}")
             continue
         parts = {slot: part for slot, part in _last_sum(brought.get(iteration, [])).items() if slot not in slots}
-        parts |= {step["slot"]: step["micro_batches"] for step in told}
+        parts |= {step["slot"]: step["micro_batches"] for step in noted}
         counts = Counter(index for part in parts.values() for index in part)
         twice = sorted(index for index, count in counts.items() if count > 1)
         if twice:
             found.append(f"iteration {iteration}: micro-batches {twice} in two gradients")
         missing = sorted(set(range(micro_batches)) - counts.keys())
         if missing:
-            found.append(f"iteration {iteration}: micro-batches {missing} in nobody's gradient")
+            found.append(f"iteration {iteration}: micro-batches {missing} in no gradient")
     return found
 
 
@@ -51,14 +50,16 @@ def _by_iteration(steps: Iterable[Step]) -> dict[int, list[Step]]:
 
 
 def _last_sum(notes: Sequence[Step]) -> dict[int, list[int]]:
-    """slot -> micro-batches, of the latest generation that reduced."""
+    """Return the micro-batches of each slot in the latest generation that reduced."""
     latest = max((note["generation"] for note in notes), default=0)
     return {note["slot"]: note["micro_batches"] for note in notes if note["generation"] == latest}
 
 
 def curve(steps: Iterable[Step], first: int, last: int) -> tuple[dict[int, float], list[int]]:
-    """(iteration -> loss, iterations of which two ranks of one generation tell different losses). Of an iteration that
-    was stepped in two generations the later one's counts."""
+    """Return (losses by iteration, iterations of which two ranks of one generation report different losses).
+
+    If an iteration was stepped in two generations, the later one counts.
+    """
     of: dict[int, tuple[int, float]] = {}
     split = []
     for step in steps:
@@ -74,25 +75,28 @@ def curve(steps: Iterable[Step], first: int, last: int) -> tuple[dict[int, float
 
 
 def spans(began: Sequence[int], last: int) -> list[tuple[int, int]]:
-    """Return the first and the last iteration of each leg that count: what the next leg trains again does not."""
+    """Return the first and last iteration of each leg, without those that the next leg trains again."""
     ends = [*(first - 1 for first in began[1:]), last]
     return [(first, end) for first, end in zip(began, ends, strict=True)]
 
 
 @dataclass(frozen=True)
 class Apart:
-    """The distance of two curves. largest: relative, at iteration `where`; infinite where one of the two is no
-    number. missing: iterations of only one."""
+    """The distance of two curves."""
 
     iterations: int
     largest: float
+    """The largest relative difference; infinite if a loss is no number."""
     where: int
+    """Its iteration."""
     missing: tuple[int, ...]
+    """Iterations of only one curve."""
     over: int
+    """Iterations that differ by more than the tolerance."""
 
 
 def apart(losses: Mapping[int, float], reference: Mapping[int, float], tolerance: float) -> Apart:
-    """`over`: how many iterations differ by more than the tolerance, relative."""
+    """Compare two curves."""
     last = max(losses, default=-1)
     wanted = set(range(last + 1))
     missing = tuple(sorted(wanted - (losses.keys() & reference.keys())))
@@ -103,5 +107,5 @@ def apart(losses: Mapping[int, float], reference: Mapping[int, float], tolerance
 
 
 def named(iterations: Sequence[object]) -> str:
-    """The first of them, and how many there are."""
+    """Return the number of iterations, and the first of them."""
     return f"{len(iterations)}: {', '.join(map(str, iterations[:NAMED]))}{', ...' if len(iterations) > NAMED else ''}"

@@ -1,4 +1,4 @@
-"""Faults are inflicted here, and what follows later: power comes back, a daemon is started again, an admin repairs."""
+"""Inflict faults, and do what follows later: power returns, a daemon starts again, an admin repairs."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from benchmarks.torture.stage import Site
 from unicron_ctl.shared.system.errors import UserError
 from unicron_detector.chaos.memory_cage import Cage, CageError
 
-AGAIN = 1.0  # seconds until what could not be done is tried once more
-PATIENCE = 120.0  # then it is a failure of the run
-REPAIR = 6.0  # that an admin takes for a node that Unicron or Slurm took out of service
-TOGETHER = 1.0  # from a daemon's death to that of a rank, at most
+AGAIN = 1.0  # seconds between two attempts
+PATIENCE = 120.0  # seconds of attempts; then it is a failure of the run
+REPAIR = 6.0  # seconds until an admin takes back a node that was taken out of service
+TOGETHER = 1.0  # the most seconds from a daemon's death to that of a rank
 
 
 @dataclass
 class Agenda:
-    """Work that is due later. `away`: nodes without power, and daemons that do not run."""
+    """Work that is due later."""
 
     due: list[tuple[float, float, str, Callable[[], object]]] = field(default_factory=list)
     away: set[str] = field(default_factory=set)
+    """Nodes without power, and daemons that do not run."""
 
     def add(self, at: float, what: str, act: Callable[[], object]) -> None:
-        """Do it at that time; again while it raises UserError."""
+        """Do the work at that time, and again while it raises UserError."""
         self.due.append((at, at + PATIENCE, what, act))
 
     def work(self, now: float) -> None:
-        """Do what is due. Raises UserError for what could not be done in time."""
+        """Do what is due. Raises UserError for work that failed for too long."""
         for item in [item for item in self.due if item[0] <= now]:
             self.due.remove(item)
             _, until, what, act = item
@@ -49,7 +50,7 @@ class Agenda:
 
 
 def refused(kinds: tuple[str, ...]) -> dict[str, str]:
-    """Kinds that cannot be had here -> why."""
+    """Return the kinds that are impossible here, with the reason."""
     if "oom-kill" not in kinds:
         return {}
     with subprocess.Popen(["sleep", "60"]) as child:
@@ -64,7 +65,7 @@ def refused(kinds: tuple[str, ...]) -> dict[str, str]:
 
 
 def inflict(site: Site, agenda: Agenda, fault: Fault, job: JobNow | None, slot: int) -> None:
-    """The fault strikes now. job: the victim, None for a daemon alone. Raises UserError when it cannot be inflicted."""
+    """Inflict a fault on a job, or on a daemon alone if `job` is None. Raises UserError if that is impossible."""
     now = time.time()
     name, _, beside = fault.kind.partition("+")
     if name == "unicrond-kill":
@@ -91,7 +92,7 @@ def inflict(site: Site, agenda: Agenda, fault: Fault, job: JobNow | None, slot: 
 def _inject(site: Site, agenda: Agenda, fault: Fault, job: JobNow, slot: int, now: float) -> None:
     wanted = {"fault": fault.kind, "job": site.ids[job.name], "slot": slot, "seconds": fault.seconds}
     if fault.kind == "corrupt-checkpoint":
-        wanted["slot"] = None  # of whoever sends the state next
+        wanted["slot"] = None  # the rank that sends the state next
     site.controller.ask("inject", **{key: value for key, value in wanted.items() if value is not None})
     if fault.kind == "lost-node":
         node = job.nodes[slot]
@@ -107,17 +108,16 @@ def _kill(pid: int) -> None:
 
 @dataclass
 class Admin:
-    """Takes nodes back that Unicron or Slurm took out of service, as after a repair. seen: node -> since when."""
+    """Takes back nodes that Unicron or Slurm took out of service, as after a repair."""
 
     seen: dict[str, float] = field(default_factory=dict)
-    taken_back: int = 0
+    """When each node was first seen out of service."""
 
     def look(self, site: Site, away: set[str], now: float) -> None:
-        """Raises SlurmError."""
+        """Take back nodes that are due. Raises SlurmError."""
         out = {node for node in site.out_of_service() if node not in away}
         self.seen = {node: self.seen.get(node, now) for node in out}
         for node, since in self.seen.items():
             if now - since > REPAIR:
                 site.cluster.client().resume(node)
                 self.seen[node] = now
-                self.taken_back += 1

@@ -1,63 +1,68 @@
-"""Leaks: processes, descriptors, files and shared memory that must not grow, seen from outside."""
+"""Leaks of processes, descriptors, files and shared memory, seen from outside."""
 
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
+import psutil
+
 T = TypeVar("T")
 WHAT = ("unicrond", "agent")
-YOUNG = 6.0  # seconds of age until which a process still loads what it needs
-FEWEST = 12  # samples of one process, from that age on, by which its life is judged
-LIVES = 6  # judged lives of one kind from which they are compared with each other
-SLACK = {"descriptors": 12.0, "megabytes": 40.0}  # a rise below it is none, however steady
-SHARE = 0.2  # nor is one below this part of what was there
+YOUNG = 6.0  # seconds of age at which a process has loaded its modules
+FEWEST = 12  # samples of one process after that by which its life is judged
+LIVES = 6  # judged lives of one kind that are compared with each other
+SLACK = {"descriptors": 12.0, "megabytes": 40.0}  # a smaller rise does not count
+SHARE = 0.2  # nor does a rise by a smaller part of the first value
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of one process. what: one of WHAT. started: with the pid it names the process for good.
-    age: seconds since then."""
+    """A sample of one process."""
 
     time: float
     what: str
+    """One of WHAT."""
     pid: int
-    started: int
+    started: float
+    """Seconds since the epoch; with the pid it names the process for good."""
     age: float
+    """Seconds since its start."""
     descriptors: int
     megabytes: float
 
 
 def sample(now: float, what: str, pid: int) -> Sample | None:
-    """Return a sample of a living process; None when it is gone."""
+    """Return a sample of a process; None if it is gone."""
     try:
-        started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-        age = float(Path("/proc/uptime").read_text().split()[0]) - started / os.sysconf("SC_CLK_TCK")
-        resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return Sample(now, what, pid, started, age, len(os.listdir(f"/proc/{pid}/fd")), resident / 1e6)
-    except OSError:
+        process = psutil.Process(pid)
+        started, held = process.create_time(), process.memory_info().rss / 1e6
+        return Sample(now, what, pid, started, time.time() - started, process.num_fds(), held)
+    except psutil.Error:
         return None
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Growth of the processes.
-
-    lives: of each kind, how many were long enough to be judged. found: what grew, in one line each.
-    """
+    """Growth of the processes."""
 
     lives: Mapping[str, int]
+    """Lives of each kind that were long enough to be judged."""
     found: tuple[str, ...]
+    """A line for each kind of growth."""
 
 
 def growth(samples: Iterable[Sample]) -> Growth:
-    """Find what a process holds more and more of in its life, and each life more of than those before it had at
-    the same age: daemons are killed every minute here, and what one of them leaves the next one may take up."""
+    """Find what grows in the life of a process, or from one life to the next at the same age.
+
+    Daemons are killed every minute here, and the next one may take over a leak.
+    """
     by_process: dict[tuple[int, int, str], list[Sample]] = defaultdict(list)
     for each in sorted(samples, key=lambda one: one.time):
         if each.age >= YOUNG:
@@ -79,12 +84,12 @@ def _held(each: Sample, name: str) -> float:
 
 
 def _early(life: Sequence[Sample], name: str) -> float:
-    """At an age that every judged life has reached."""
+    """Return the value at an age that every judged life has reached."""
     return median(_held(each, name) for each in life[:FEWEST])
 
 
 def _rising(items: Sequence[T], held: Callable[[T, str], float]) -> list[str]:
-    """Return what the last third has more of than the middle one, and that one more than the first."""
+    """Return what rises from the first third to the middle one and to the last."""
     third, found = len(items) // 3, []
     parts = items[:third], items[third : 2 * third], items[2 * third :]
     for name, slack in SLACK.items():
@@ -96,17 +101,20 @@ def _rising(items: Sequence[T], held: Callable[[T, str], float]) -> list[str]:
 
 @dataclass(frozen=True)
 class Inventory:
-    """An inventory while no job runs. processes: by kind. files: path -> bytes, of the folders that are looked at.
-    nodes: out of service, with why. held: elements that Slurm still knows, with their state."""
+    """An inventory while no job runs."""
 
     processes: Mapping[str, int]
+    """Processes by kind."""
     files: Mapping[str, int]
+    """Bytes of each file of the watched folders."""
     nodes: tuple[str, ...] = ()
+    """Nodes out of service, with their states."""
     held: tuple[str, ...] = ()
+    """Elements that Slurm still knows, with their states."""
 
 
 def files(folders: Mapping[str, Path]) -> dict[str, int]:
-    """NAME/path -> bytes of all that lies below each of the named folders."""
+    """Return the bytes of each file below the named folders, by NAME/path."""
     found = {}
     for name, folder in folders.items():
         for root, _, names in os.walk(folder):
@@ -120,12 +128,9 @@ def files(folders: Mapping[str, Path]) -> dict[str, int]:
 
 
 def leaked(before: Inventory, after: Inventory) -> list[str]:
-    """Return what is there afterwards and was not before, in one line each."""
-    found = [
-        f"{count - before.processes.get(kind, 0)} {kind} more than before"
-        for kind, count in sorted(after.processes.items())
-        if count > before.processes.get(kind, 0)
-    ]
+    """Return a line for each process, node, element and folder of files that is new."""
+    more = Counter(after.processes) - Counter(before.processes)
+    found = [f"{count} {kind} more than before" for kind, count in sorted(more.items())]
     found += [f"node {node}" for node in after.nodes if node not in before.nodes]
     found += [f"element {element}" for element in after.held if element not in before.held]
     new = sorted(set(after.files) - set(before.files))

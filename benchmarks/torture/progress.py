@@ -1,4 +1,4 @@
-"""The progress of a run, for `--resume`. Written at once or not at all, after every fault."""
+"""The progress of a run for `--resume`, which is saved after every fault."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import msgspec
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 
 FILE = "torture.json"
-FORMAT = 1
 
 
 class Done(msgspec.Struct, frozen=True):
-    """A fault that was inflicted. iteration: the job's then. sound_after: seconds, None where the job was struck again
-    before, or the leg ended. refused: the agent could not do it, so it was no failure."""
+    """A fault that was inflicted."""
 
     index: int
     kind: str
@@ -23,42 +21,48 @@ class Done(msgspec.Struct, frozen=True):
     node: str
     at: float
     iteration: int
+    """The job's iteration at that time."""
     leg: int
     sound_after: float | None = None
+    """Seconds until the job was sound; None if it was struck again before, or the leg ended."""
     refused: bool = False
+    """Whether the agent could not do it, so that it does not count."""
 
 
 class Leg(msgspec.Struct):
-    """An uninterrupted part of the run. began: iteration that each job trained first. ended: why; empty where the
-    machine went down. reads: lines by which ranks had told, when both jobs trained, that they had read a
-    checkpoint. read: the same when the leg ended."""
+    """An uninterrupted part of the run."""
 
     started: float
     began: dict[str, int] = {}
+    """The first iteration of each job."""
     reads: dict[str, int] = {}
+    """Checkpoints that each job had read when both jobs trained."""
     read: dict[str, int] = {}
+    """Checkpoints that each job had read at the end of the leg."""
     ended: str = ""
+    """How it ended; empty if the machine went down."""
     seconds: float = 0.0
 
 
 class Progress(msgspec.Struct):
-    """All of a run. position: index of the next fault. wrong: what was asked and not seen. moves: how often a node went
-    from one job to the other. formed_anew: how often no rank of a job was left, and it went on from memory. lives: by
-    kind of process, how many were judged for growth."""
+    """The progress of a run."""
 
     seed: int
     failures: int
     every: float
     kinds: list[str]
     position: int = 0
+    """The index of the next fault."""
     formed_anew: int = 0
+    """Times that a job had lost all ranks and went on from memory."""
     moves: int = 0
-    format: int = FORMAT
+    """Times that a node went from one job to the other."""
     done: list[Done] = []
     legs: list[Leg] = []
     wrong: list[str] = []
-    causes: dict[str, int] = {}
+    """A line for each proof that failed."""
     lives: dict[str, int] = {}
+    """Processes of each kind that were judged for growth."""
 
     @property
     def over(self) -> bool:
@@ -70,7 +74,7 @@ class Progress(msgspec.Struct):
         return [one for one in self.done if not one.refused]
 
     def refuse(self, job: str, kind: str) -> bool:
-        """The job's last fault of that kind was none. Returns whether it was the job's last one of all."""
+        """Note that the job's last fault of that kind does not count. Return whether it was the job's last fault."""
         for place in range(len(self.done) - 1, -1, -1):
             done = self.done[place]
             if (done.job, done.kind.partition(":")[0]) == (job, kind.partition(":")[0]) and not done.refused:
@@ -79,7 +83,7 @@ class Progress(msgspec.Struct):
         return False
 
     def save(self, folder: Path, now: float = 0.0) -> None:
-        """At once or not at all. now: the last leg goes on, and has come so far."""
+        """Save all or nothing; `now` is the time of the last leg if that goes on."""
         if now and self.legs:
             self.legs[-1].seconds = now - self.legs[-1].started
         draft = folder / f"{FILE}.new"
@@ -87,7 +91,7 @@ class Progress(msgspec.Struct):
         draft.replace(folder / FILE)
 
     def settle(self, job: str, now: float) -> float | None:
-        """The job is sound again: noted with its last fault, if that is news. Returns after how many seconds."""
+        """Note with a job's last fault that it is sound again. Return the seconds since the fault, or None."""
         for place in range(len(self.done) - 1, -1, -1):
             done = self.done[place]
             if done.job == job:
@@ -99,14 +103,11 @@ class Progress(msgspec.Struct):
 
 
 def load(folder: Path) -> Progress:
-    """The run in that folder. Raises UserError, one line."""
+    """Return the run in that folder. Raises UserError."""
     path = folder / FILE
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Progress)
+        return msgspec.json.decode(path.read_bytes(), type=Progress)
     except FileNotFoundError:
         raise UserError(f"no run to go on with in {folder}: name its folder with --folder", WRONG_USE) from None
     except (OSError, msgspec.MsgspecError) as error:
         raise UserError(f"{path} cannot be read ({error}): begin a new run in another folder", WRONG_USE) from None
-    if found.format != FORMAT:
-        raise UserError(f"{path} is of another release: begin a new run in another folder", WRONG_USE)
-    return found

@@ -1,7 +1,8 @@
-"""One leg: the cluster is up, two jobs train, and what the schedule says is done to them until it is over."""
+"""One leg: on a running cluster two jobs train, and the schedule's faults strike them."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,9 +11,8 @@ from typing import Any
 from benchmarks.storms.stage import ITERATIONS_TO_LEARN
 from benchmarks.torture import leaks, schedule
 from benchmarks.torture.deeds import Admin, Agenda, inflict
-from benchmarks.torture.progress import Done, Leg, Progress
-from benchmarks.torture.schedule import NOBODY, Fault
-from benchmarks.torture.show import Show
+from benchmarks.torture.progress import Done, Progress
+from benchmarks.torture.schedule import NOTHING, Fault
 from benchmarks.torture.sound import RUNNING, JobNow, Wound, sound, strikable, whole
 from benchmarks.torture.stage import ELEMENTS, TRAININGS, Site
 from unicron_ctl.controller.model.view import SUSPECT_SECONDS
@@ -23,32 +23,34 @@ START_LIMIT = 240.0  # seconds; the ranks of all nodes start on this machine's f
 HEAL_LIMIT = 240.0  # from a fault to a sound job, and to all nodes in use
 END_LIMIT = 120.0
 POLL = 0.25
-LOOK_AT_NODES = 2.0  # seconds between two looks of the admin
-SAMPLE = 2.0  # seconds between two looks at descriptors: a daemon lives for a minute
-CALM_EVERY = 50  # faults after which all is to be whole
-FEW = 20  # a run of so few is to be whole that often
+LOOK_AT_NODES = 2.0  # seconds between two checks by the admin
+SAMPLE = 2.0  # seconds between two samples of descriptors: a daemon lives for a minute
+CALM_EVERY, CALM_EVERY_SHORT = 50, 20  # faults between two pauses, in a long and a short run
 PAGE = 5000
-QUIET = "step timing steady stacks"  # kinds of events that nobody needs here
+QUIET = "step timing steady stacks"  # kinds of events that are not needed
 TO_TELL = {"job_set_aside", "ledger_violation"}  # kinds that are failures of the run
 
 
 class Stopped(Exception):
-    """Somebody wants the run to stop here; it can be resumed."""
+    """A signal ended the run; it can be resumed."""
 
 
 class Defect(Exception):
-    """A promise was not kept. One line."""
+    """A promise was not kept; the text is one line."""
 
 
 @dataclass
 class Run:
-    """Plays the schedule on `site`. stop: whether somebody wants it to end. save: keep the progress on disk."""
+    """Plays the schedule on a cluster."""
 
     site: Site
     progress: Progress
-    show: Show
+    tell: Callable[[str], None]
+    """Prints a line."""
     stop: Callable[[], bool]
+    """Returns whether the run must end."""
     save: Callable[[], None]
+    """Saves the progress."""
     jobs: dict[str, JobNow] = field(default_factory=dict)
     wounds: dict[str, Wound] = field(default_factory=dict)
     agenda: Agenda = field(default_factory=Agenda)
@@ -57,34 +59,35 @@ class Run:
     owners: dict[str, str] = field(default_factory=dict)  # node -> the job that trained there last
     _event: int = 0
     _next: dict[str, float] = field(default_factory=dict)
-    _unsound: dict[str, float] = field(default_factory=dict)  # job -> since when
-    _left: dict[str, dict[str, float]] = field(default_factory=dict)  # job -> node -> until when it avoids it
+    _unsound: dict[str, float] = field(default_factory=dict)  # job -> when that began
+    _left: dict[str, dict[str, float]] = field(default_factory=dict)  # job -> node -> end of the time of avoiding it
     _fresh: float = 0.0
     _finishing: bool = False
 
     # ------------------------------------------------------------ a leg
     def play(self) -> None:
-        """To the end of the schedule. Raises Stopped, and Defect for what did not come."""
+        """Play the schedule to its end. Raises Stopped and Defect."""
         for training in TRAININGS:
             self.site.submit(training)
         self.until(self.trains, "both jobs train on all nodes", START_LIMIT)
         self.until(self._learns, "their iteration times are known, by which hangs are found", START_LIMIT)
         leg = self.progress.legs[-1]
         leg.began, leg.reads = dict(self.site.first), {name: self.site.reads(name) for name in ELEMENTS}
-        self.show.tell(f"both jobs train, from iterations {', '.join(f'{n} {i}' for n, i in leg.began.items())} on")
+        self.tell(f"both jobs train, from iterations {', '.join(f'{n} {i}' for n, i in leg.began.items())} on")
         self.save()
         due = time.time()
         while not self.progress.over:
             fault = schedule.fault(self.progress.seed, self.progress.position, self.progress.kinds)
             if time.time() >= due and self._strike(fault):
                 due = max(time.time(), due + self.progress.every)
-                if self.progress.position % (CALM_EVERY if self.progress.failures > CALM_EVERY + FEW else FEW) == 0:
+                long = self.progress.failures > CALM_EVERY + CALM_EVERY_SHORT
+                if self.progress.position % (CALM_EVERY if long else CALM_EVERY_SHORT) == 0:
                     self.calm()
             self.turn()
         self.calm()
 
     def trains(self) -> str:
-        """Empty when all nodes are used and everybody has stepped; else what lacks."""
+        """Return an empty text if all nodes are used and all ranks have stepped; else what is missing."""
         nodes = set(self.site.cluster.spec.node_names) - self.agenda.away - self.admin.seen.keys()
         lacks = whole(self.jobs, ELEMENTS, nodes, self._avoided(time.time()))
         unsound = [name for name, job in self.jobs.items() if not self._sound(job)]
@@ -96,13 +99,13 @@ class Run:
         return f"{' and '.join(new)} trained too few iterations" if new else ""
 
     def _avoided(self, now: float) -> dict[str, list[str]]:
-        """By job the nodes that it has left and is not given."""
+        """Return the nodes that each job has left and avoids."""
         return {
             name: [node for node, until in self._left.get(name, {}).items() if until > now] for name in self.site.ids
         }
 
     def calm(self) -> None:
-        """Wait until nothing is broken any more: all nodes serve and are used as planned."""
+        """Wait until all nodes serve and are used as planned."""
 
         def lacks() -> str:
             if self.agenda.away or self.agenda.due:
@@ -113,14 +116,14 @@ class Run:
 
         began = time.time()
         self.until(lacks, "all nodes are in use again", HEAL_LIMIT)
-        self.show.tell(f"whole after {time.time() - began:.1f} s; {self._standing()}")
+        self.tell(f"whole after {time.time() - began:.1f} s; {self._standing()}")
         self.save()
 
     def end(self) -> None:
         """Ask the jobs to end, and wait until nothing of them is left. Raises Defect."""
         self._finishing = True
         self.site.finish()
-        self.until(lambda: self._ended(), "both jobs end", END_LIMIT)
+        self.until(self._ended, "both jobs end", END_LIMIT)
         self.progress.legs[-1].ended = "finished"
 
     def _ended(self) -> str:
@@ -128,7 +131,7 @@ class Run:
         return f"{', '.join(going)} not ended" if going else "; ".join(self.site.inventory().held)
 
     def until(self, lacks: Callable[[], str], what: str, limit: float) -> None:
-        """Turn after turn until nothing lacks. Raises Defect."""
+        """Take turns until nothing is missing. Raises Defect."""
         deadline = time.monotonic() + limit
         while True:
             self.turn()
@@ -140,7 +143,7 @@ class Run:
 
     # ------------------------------------------------------------ a turn
     def turn(self) -> None:
-        """Look at everything, and do what is due. Raises Stopped and Defect."""
+        """Read all states, and do what is due. Raises Stopped and Defect."""
         if self.stop():
             raise Stopped
         now = time.time()
@@ -150,27 +153,22 @@ class Run:
             raise Defect(one_line(str(error))[:300]) from None
         self._hear(now)
         if self._due("nodes", LOOK_AT_NODES) and "slurmctld" not in self.agenda.away:
-            try:
+            with contextlib.suppress(UserError):  # slurmctld has just started
                 self.admin.look(self.site, self.agenda.away, now)
-            except UserError as error:  # slurmctld has just started
-                self.show.now(str(error))
         if self._due("sample", SAMPLE):
             self._sample(now)
-        self.show.now(self._standing())
         time.sleep(POLL)
 
     def _hear(self, now: float) -> None:
-        """Hear the controller and the ranks."""
+        """Read the states of the controller and the ranks."""
         self._fresh = 0.0
         if "unicrond" not in self.agenda.away:
             if not self.site.controller.alive:
                 raise Defect(f"unicrond has ended by itself: {one_line(self.site.controller.log[-300:])}")
-            try:
+            with contextlib.suppress(UserError):
                 self.jobs = self.site.jobs()
                 self._events()
                 self._fresh = now
-            except UserError as error:
-                self.show.now(str(error))
         self.site.listen()
         for name, job in self.jobs.items():
             self._moved(job)
@@ -198,14 +196,12 @@ class Run:
                     self.owners[node] = job.name
 
     def _events(self) -> None:
-        """Read what the log has got since the last look."""
-        told: list[dict[str, Any]] = self.site.controller.ask("events", after=self._event, limit=PAGE, without=QUIET)
-        for event in told:
+        """Read the new events of the log."""
+        events: list[dict[str, Any]] = self.site.controller.ask("events", after=self._event, limit=PAGE, without=QUIET)
+        for event in events:
             self._event = max(self._event, event["id"])
             kind = event["kind"]
-            if kind == "failure_detected":
-                self.progress.causes[event["cause"]] = self.progress.causes.get(event["cause"], 0) + 1
-            elif kind == "reform":
+            if kind == "reform":
                 self.progress.formed_anew += 1
             elif kind in TO_TELL:
                 self._wrong(f"{kind} of job {event['job']}: {event['reason'] or event.get('problems')}")
@@ -216,8 +212,8 @@ class Run:
                 self._refused(event)
 
     def _refused(self, event: dict[str, Any]) -> None:
-        """The agent could not do it: that was no failure, and the job has no wound."""
-        self.show.tell(f"refused: {event['reason']}")
+        """Note that an agent could not do a fault: it does not count, and the job has no wound."""
+        self.tell(f"refused: {event['reason']}")
         name = self._name(event["job"])
         if self.progress.refuse(name, event["fault"]):
             self.wounds.pop(name, None)
@@ -237,7 +233,7 @@ class Run:
         return True
 
     def _wrong(self, what: str) -> None:
-        self.show.tell(f"WRONG: {what}")
+        self.tell(f"WRONG: {what}")
         self.progress.wrong.append(what)
 
     def _standing(self) -> str:
@@ -250,7 +246,7 @@ class Run:
 
     # ------------------------------------------------------------ faults
     def _strike(self, fault: Fault) -> bool:
-        """Whether the fault was inflicted; False where it has to wait."""
+        """Inflict a fault unless it must wait. Return whether it was inflicted."""
         name, _, beside = fault.kind.partition("+")
         daemon = name.removesuffix("-kill") if name in ("unicrond-kill", "slurmctld-kill") else ""
         if daemon in self.agenda.away or "unicrond" in self.agenda.away or not self._fresh:
@@ -264,13 +260,13 @@ class Run:
         try:
             inflict(self.site, self.agenda, fault, job, slot)
         except UserError as error:  # the rank may have died meanwhile
-            self.show.tell(f"not inflicted: {fault.kind}: {one_line(str(error))}")
+            self.tell(f"not inflicted: {fault.kind}: {one_line(str(error))}")
             return False
         self._note(fault, job, slot, wound)
         return True
 
     def _victim(self, fault: Fault) -> tuple[JobNow | None, int]:
-        """The job and the slot that the fault's draws choose among those that may be struck now."""
+        """Return the job and the slot that the fault's draws choose among those that may be struck now."""
         found = {
             name: slots
             for name, job in sorted(self.jobs.items())
@@ -284,7 +280,7 @@ class Run:
 
     def _note(self, fault: Fault, job: JobNow | None, slot: int, wound: Wound | None) -> None:
         name, node = (job.name, job.nodes.get(slot, "")) if job is not None else ("", "")
-        if wound is not None and (fault.how.takes != NOBODY or name not in self.wounds):
+        if wound is not None and (fault.how.takes != NOTHING or name not in self.wounds):
             self.wounds[name] = wound
         leg, iteration = len(self.progress.legs) - 1, self.site.iteration(name) if name else -1
         self.progress.done.append(Done(fault.index, fault.kind, name, slot, node, time.time(), iteration, leg))
@@ -292,10 +288,4 @@ class Run:
         self.save()
         where = f" into {name}, slot {slot} on {node}" if name else ""
         lasts = f" for {fault.seconds:.1f} s" if fault.seconds else ""
-        self.show.advance(self.progress.position)
-        self.show.tell(f"{self.progress.position:>4} {fault.kind}{where}{lasts}; {self._standing()}")
-
-
-def begin(progress: Progress) -> None:
-    """A new leg."""
-    progress.legs.append(Leg(time.time()))
+        self.tell(f"{self.progress.position:>4} {fault.kind}{where}{lasts}; {self._standing()}")

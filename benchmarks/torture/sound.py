@@ -1,4 +1,4 @@
-"""The state of a job from outside, and whether it may be struck again. Pure."""
+"""A job's state from outside, and whether it may be struck again. Pure."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.torture.schedule import NOBODY, Kind
+from benchmarks.torture.schedule import NOTHING, Kind
 
 RUNNING = "running"
-LEAST = 2  # members that have the state: one may go
+LEAST = 2  # members with the state: one may be lost
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """The last step of a rank, as it noted it itself. time: seconds since the epoch."""
+    """The last step that a rank has noted."""
 
     generation: int
     iteration: int
     time: float
+    """Seconds since the epoch."""
 
 
 @dataclass(frozen=True)
 class JobNow:
-    """A job as the controller tells of it. nodes, pids: by slot, of its living ranks."""
+    """A job's state by the controller; nodes and pids are those of its living ranks by slot."""
 
     name: str
     state: str
@@ -31,24 +32,22 @@ class JobNow:
     members: tuple[int, ...]
     planned: int | None
     ended: bool = False
-    set_aside: str = ""
     violations: int = 0
     nodes: Mapping[int, str] = field(default_factory=dict)
     pids: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> JobNow:
-        """From an entry of `unicronctl jobs --json`."""
-        here = [(e, rank) for e in told["elements"] if not e["gone"] for rank in e["ranks"]]
+    def of(cls, job: Mapping[str, Any]) -> JobNow:
+        """Read an entry of `unicronctl jobs --json`."""
+        here = [(e, rank) for e in job["elements"] if not e["gone"] for rank in e["ranks"]]
         return cls(
-            told["name"],
-            told["state"],
-            told["generation"],
-            tuple(told["members"]),
-            told["planned_nodes"],
-            bool(told["ended"]),
-            str(told["set_aside"] or ""),
-            told["ledger_violations"],
+            job["name"],
+            job["state"],
+            job["generation"],
+            tuple(job["members"]),
+            job["planned_nodes"],
+            bool(job["ended"]),
+            job["ledger_violations"],
             {rank["slot"]: element["node"] for element, rank in here},
             {rank["slot"]: rank["pid"] for element, rank in here if rank["pid"]},
         )
@@ -56,16 +55,20 @@ class JobNow:
 
 @dataclass(frozen=True)
 class Wound:
-    """The last fault of a job. generation: the job's when it struck."""
+    """The last fault of a job."""
 
     time: float
     generation: int
+    """The job's generation at that time."""
     breaks: bool
+    """Whether the fault ends the generation."""
 
 
 def sound(job: JobNow, stepped: Mapping[int, Stepped], wound: Wound | None) -> bool:
-    """Every member has stepped since the wound, all in one generation, which is a later one where the wound breaks it.
-    What only seems to be sound is not: a second fault then could take the last copy of the state."""
+    """Return whether every member has stepped since the wound in one generation, a later one if the wound breaks it.
+
+    Before that a second fault could take the last copy of the state.
+    """
     if job.state != RUNNING or job.ended or not job.members:
         return False
     if wound is not None and wound.breaks and job.generation <= wound.generation:
@@ -76,9 +79,9 @@ def sound(job: JobNow, stepped: Mapping[int, Stepped], wound: Wound | None) -> b
 
 
 def strikable(job: JobNow, stepped: Mapping[int, Stepped], wound: Wound | None, kind: Kind) -> list[int]:
-    """The slots that this kind of fault may strike now; empty where it could take the last copy."""
+    """Return the slots that this kind of fault may strike now: none if it could take the last copy."""
     stay = min(len(job.members), len(job.members) if job.planned is None else job.planned)  # the plan may take some
-    if not sound(job, stepped, wound) or (kind.takes != NOBODY and stay < LEAST):
+    if not sound(job, stepped, wound) or (kind.takes != NOTHING and stay < LEAST):
         return []
     return [slot for slot in job.members if slot in job.pids and slot in job.nodes]
 
@@ -89,8 +92,10 @@ def whole(
     nodes: Collection[str],
     avoided: Mapping[str, Collection[str]],
 ) -> str:
-    """Whether all nodes that jobs can use are in use; empty, or what lacks. elements: of each job. nodes: those in
-    service. avoided: by job, the nodes that it has left."""
+    """Return an empty text if all nodes that jobs can use are in use; else what is missing.
+
+    `elements` has the number of each job; `nodes` are in service; `avoided` has the nodes that each job has left.
+    """
     for name in elements:
         job = jobs.get(name)
         if job is None or job.state != RUNNING:

@@ -1,4 +1,4 @@
-"""The torture's stage: a private Slurm, a unicrond that acts, and two jobs of a small Megatron model, all real."""
+"""A private Slurm, a unicrond that acts, and two jobs of a small Megatron model, all real."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.storms.stage import OUT_OF_SERVICE, is_agent
 from benchmarks.torture import leaks
@@ -26,13 +29,13 @@ from unicron_ctl.shared.system.errors import UserError
 from unicron_detector.health.oom_kills import counter_file
 
 NODES = 5
-CHECKPOINTS = "checkpoints"  # of the jobs, below the run's folder
+CHECKPOINTS = "checkpoints"  # folder of the jobs' checkpoints below the run's
 EPILOG = ROOT / "slurm_plugin" / "epilog.d" / "50-unicron"
-KEEP_MINUTES = 1  # for training state of an element that may come back; a site has 15
+KEEP_MINUTES = 1  # for the training state of an element that may return; a site has 15
 MICRO_BATCHES = 8
-SLOW = "0.15"  # seconds of sleep for each micro-batch: the cores are for the ranks that start
-SAVE_EVERY = "50"  # iterations between two checkpoints, which nobody may read while the cluster is up
-# Limits that protect a site from a machine that fails as this one does; the ranks share this machine's cores.
+SLOW = "0.15"  # seconds of sleep for each micro-batch, which leaves the cores to ranks that start
+SAVE_EVERY = "50"  # iterations between two checkpoints, which no rank may read while the cluster is up
+# The limits that protect a site from so many failures; the ranks share this machine's cores.
 SETTINGS = """
 allow_inject = true
 hang_floor_seconds = 5.0
@@ -44,15 +47,17 @@ max_requeues_per_job = 1000000
 
 @dataclass(frozen=True)
 class Training:
-    """One job: the most nodes that it can use, its weight for the planner, and settings of `tiny_gpt.py`."""
+    """One job."""
 
     name: str
     elements: int
+    """The most nodes that it can use."""
     weight: float
     settings: dict[str, str]
+    """Settings of tiny_gpt.py."""
 
 
-# A task that can be learnt, at a low rate: on noise Adam makes 1e-3 of another order of sums (docs/measurements.md).
+# A learnable task at a low rate: on noise Adam amplifies another order of sums to 1e-3 (docs/measurements.md).
 COMMON = {"TINY_RATE": "1e-3", "TINY_SAVE": "0", "TINY_MICRO_BATCHES": str(MICRO_BATCHES)}
 TRAININGS = (
     Training("large", 3, 2.0, COMMON | {"TINY_RULE": "0.6"}),
@@ -68,13 +73,13 @@ class SiteController(Controller):
 
 
 class Tail:
-    """Lines that a rank appends to its file, a JSON object each."""
+    """A file to which a rank appends JSON lines."""
 
     def __init__(self, path: Path):
         self._path, self._offset = path, 0
 
     def more(self) -> list[dict[str, Any]]:
-        """Return what has come since the last look; a line half written waits for its rest."""
+        """Return the new lines, without a last one that is half written."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -89,7 +94,7 @@ class Tail:
 
 
 class Site:
-    """The cluster, its unicrond, and the jobs of one leg, below its folder. checkpoints: the run's, of all legs."""
+    """The cluster, its unicrond and the jobs of one leg; the checkpoints are those of all legs."""
 
     def __init__(self, folder: Path, checkpoints: Path):
         self.folder, self.checkpoints = folder, checkpoints
@@ -101,17 +106,17 @@ class Site:
         self._munge = os.environ.get("MUNGE_SOCKET")
         try:
             self.cluster.up()
-            os.environ["MUNGE_SOCKET"] = self.cluster.env()["MUNGE_SOCKET"]  # who asks is shown by this munge
+            os.environ["MUNGE_SOCKET"] = self.cluster.env()["MUNGE_SOCKET"]  # for this program's own questions
             self.controller = SiteController(folder, SETTINGS, outside_slurm() | self.cluster.env())
         except BaseException:
             self.close()
             raise
         self._tails: dict[tuple[str, int], Tail] = {}
         self.stepped: dict[str, dict[int, Stepped]] = {training.name: {} for training in TRAININGS}
-        self.first: dict[str, int] = {}  # iteration that a job of this leg stepped first
+        self.first: dict[str, int] = {}  # the first iteration of each job in this leg
 
     def close(self) -> None:
-        """Nothing of it runs any more. Its files stay."""
+        """End all of it; its files stay."""
         try:
             if hasattr(self, "controller") and self.controller.alive:
                 self.controller.close()
@@ -121,7 +126,7 @@ class Site:
             self.cluster.down()
 
     def _write_epilog(self) -> None:
-        """The project's own, for what jobs leave in their nodes' memory. Each node has a folder of its own there."""
+        """Write the project's own epilog, which clears the folder of each node in memory."""
         for node in self.cluster.spec.node_names:
             lines = f"UNICRON_CLEAN_DIRS={self._memory}/{node}\nUNICRON_KEEP_MINUTES={KEEP_MINUTES}\n"
             (self.folder / f"epilog.{node}.conf").write_text(lines + f"UNICRON_LOG={self.folder}/epilog.log\n")
@@ -132,7 +137,7 @@ class Site:
 
     # ------------------------------------------------------------ jobs
     def submit(self, training: Training) -> None:
-        """An array of one-node elements, each with an agent and a rank."""
+        """Submit an array of one-node elements, each with an agent and a rank."""
         folder = self.folder / training.name
         folder.mkdir()
         (self.checkpoints / training.name).mkdir(parents=True, exist_ok=True)
@@ -150,17 +155,15 @@ class Site:
         }
         script = folder / "job.sh"
         words = shlex.join([AGENT, "run", "--", sys.executable, str(TINY)])
-        where = (
-            f"export TMPDIR={self._memory}/$SLURMD_NODENAME\n"  # a node without power loses it, as one without a disk
-        )
+        where = f"export TMPDIR={self._memory}/$SLURMD_NODENAME\n"  # a node without power loses it
         script.write_text(f"#!/bin/bash\n{where}{OTHER_STEP}exec srun --cpu-bind=none {words}\n")
         options = ["--parsable", f"--job-name={training.name}", f"--array=0-{training.elements - 1}", "-N1"]
         options += ["--exclusive", "--gres=gpu:1", "--requeue", "--open-mode=append", f"--output={folder}/%a.log"]
-        said = self.slurm("sbatch", *options, str(script), settings=training.settings | given)
-        self.ids[training.name] = said.split(";")[0]
+        answer = self.slurm("sbatch", *options, str(script), settings=training.settings | given)
+        self.ids[training.name] = answer.split(";")[0]
 
     def slurm(self, *words: str, settings: dict[str, str] | None = None, check: bool = True) -> str:
-        """One of Slurm's commands. Raises CalledProcessError, if that is to be checked."""
+        """Run one of Slurm's commands. Raises CalledProcessError if `check`."""
         environment = outside_slurm() | self.cluster.env() | (settings or {})
         environment["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), environment["PATH"]])
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT, check=check)
@@ -169,16 +172,16 @@ class Site:
     def finish(self) -> None:
         """Ask both jobs to end after their present iteration, as Slurm's --signal would before a time limit."""
         for number in self.ids.values():
-            # For elements that wait it would try again for a minute and a half.
+            # For waiting elements scancel would retry for a minute and a half.
             self.slurm("scancel", "--state=RUNNING", "--signal=USR1", number, check=False)
 
     def jobs(self) -> dict[str, JobNow]:
-        """By name, as the controller tells of them. Raises UserError when it does not answer."""
+        """Return the jobs by name. Raises UserError if the controller does not answer."""
         found = map(JobNow.of, self.controller.ask("jobs"))
         return {job.name: job for job in found}
 
     def listen(self) -> None:
-        """Read what the ranks have noted since the last look into `stepped`."""
+        """Read the ranks' new notes into `stepped`."""
         for name, last in self.stepped.items():
             for slot in range(ELEMENTS[name]):
                 tail = self._tails.setdefault((name, slot), Tail(self.folder / name / f"losses.{slot}"))
@@ -187,27 +190,26 @@ class Site:
                     last[slot] = Stepped(line["generation"], line["iteration"], line["time"])
 
     def iteration(self, name: str) -> int:
-        """The last one that any rank has stepped; -1 before the first."""
+        """Return the last iteration that any rank of a job has stepped; -1 before the first."""
         return max((step.iteration for step in self.stepped[name].values()), default=-1)
 
     def reads(self, name: str) -> int:
-        """Return how often a rank of the job has said that it begins with a checkpoint's file
-        (`unicron_transition/snapshot/whole_state.py`)."""
+        """Count how often a rank of the job has read a checkpoint."""
         return reads(self.folder / name, self.checkpoints / name)
 
     # ------------------------------------------------------------ nodes and processes
     def out_of_service(self) -> dict[str, str]:
-        """Node -> its states, of those that are drained or down. Raises SlurmError."""
+        """Return the states of the nodes that are drained or down. Raises SlurmError."""
         nodes = self.cluster.client().nodes()
         return {node.name: "+".join(sorted(node.states)) for node in nodes if node.states & OUT_OF_SERVICE}
 
     def agents(self, node: str = "") -> list[int]:
-        """Process ids of the agents, of all nodes or of one."""
+        """Return the process ids of the agents, of all nodes or of one."""
         tasks = [p for p in self.cluster.processes() if p.kind == "task" and node in ("", p.node)]
         return [p.pid for p in tasks if is_agent(p.pid)]
 
     def pass_by(self) -> None:
-        """A job of somebody comes to each node and goes, and with it an epilog."""
+        """Run another job, with an epilog, on each node."""
         self.slurm("srun", f"-N{NODES}", "--exclusive", "true", check=False)
 
     def kill_slurmctld(self) -> None:
@@ -217,10 +219,8 @@ class Site:
                 cluster_processes.kill(process)
 
     def inventory(self) -> leaks.Inventory:
-        """Return what is there. Raises SlurmError."""
-        kinds: dict[str, int] = {}
-        for process in self.cluster.processes():
-            kinds[process.kind] = kinds.get(process.kind, 0) + 1
+        """Return the inventory. Raises SlurmError."""
+        kinds = Counter(process.kind for process in self.cluster.processes())
         places = {"state": self.controller.state_folder, "memory": self._memory}
         held = [f"{e.job}_{e.element} {e.state}" for e in self.cluster.client().elements() if e.state not in OVER]
         nodes = tuple(f"{node}: {states}" for node, states in sorted(self.out_of_service().items()))
@@ -228,54 +228,41 @@ class Site:
 
 
 def reads(logs: Path, checkpoints: Path) -> int:
-    """Count as `Site.reads`, in a job's logs in a folder, be the cluster up or not."""
-    said = f"goes on from {checkpoints}"
-    return sum(path.read_text(errors="replace").count(said) for path in logs.glob("*.log"))
+    """Count in a job's logs how often a rank has read a checkpoint (`unicron_transition/snapshot/whole_state.py`)."""
+    line = f"goes on from {checkpoints}"
+    return sum(path.read_text(errors="replace").count(line) for path in logs.glob("*.log"))
 
 
 OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY")
 
 
 def _cages() -> dict[str, int]:
-    """The memory cgroups that `oom-kill` makes (unicron_detector/chaos/memory_cage.py), as if they were files."""
+    """Return the memory cgroups of `oom-kill` (unicron_detector/chaos/memory_cage.py), as if they were files."""
     file = counter_file()
-    if file is None:
-        return {}
-    return {
-        f"cgroup/{path.name}": 0
-        for path in (*file.parent.glob("unicron-oom-*"), *file.parent.parent.glob("unicron-oom-*"))
-    }
+    folders = (file.parent, file.parent.parent) if file is not None else ()
+    return {f"cgroup/{path.name}": 0 for folder in folders for path in folder.glob("unicron-oom-*")}
 
 
 def end_leftovers(folder: Path) -> None:
-    """Ends what an earlier leg has left running where its machine lived on and the run did not. Raises UserError."""
+    """End what an earlier leg has left running. Raises UserError."""
     for leg in sorted(folder.glob("leg*")):
         if (leg / "slurm" / "cluster.json").is_file():
             LocalCluster.load(leg / "slurm").down()
-    for pid in _of_run(folder):
+    marks = tuple(f"{mark}{folder}/" for mark in ("", "TINY_OUT="))
+    for process in psutil.process_iter():
         try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
+            words = [*process.cmdline(), *(f"{name}={value}" for name, value in process.environ().items())]
+            if process.pid != os.getpid() and any(word.startswith(marks) for word in words):
+                os.kill(process.pid, signal.SIGKILL)
+        except (psutil.Error, ProcessLookupError):
             continue
         except PermissionError:
-            raise UserError(f"process {pid} of the run in {folder} is not yours: run this as its user") from None
-
-
-def _of_run(folder: Path) -> list[int]:
-    """unicrond and the undisturbed runs: whose words or TINY_OUT lie in the folder."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0") + (entry / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        marks = tuple(f"{mark}{folder}/".encode() for mark in ("", "TINY_OUT="))
-        if int(entry.name) != os.getpid() and any(word.startswith(marks) for word in words):
-            found.append(int(entry.name))
-    return found
+            raise UserError(
+                f"process {process.pid} of the run in {folder} is not yours: run this as its user"
+            ) from None
 
 
 def wipe(folder: Path) -> None:
-    """The folder is there, and empty."""
+    """Make the folder, or empty it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

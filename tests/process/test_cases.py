@@ -12,7 +12,7 @@ from benchmarks.report import Report
 from tests.support.processes import call
 
 pytestmark = [pytest.mark.process, pytest.mark.wide]
-NAMES = ("detection", "exactness", "hostile", "memory", "recovery", "spares", "warm")
+NAMES = ("cost", "detection", "exactness", "memory", "recovery", "scale", "spares", "trace", "warm")
 
 
 @pytest.mark.parametrize("name", NAMES)

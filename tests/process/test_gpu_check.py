@@ -27,7 +27,7 @@ def dry_run(out: Path, *names: str) -> list[dict[str, Any]]:
 
 @pytest.mark.wide  # a minute and a half on two idle cores
 def test_ranks_fail_at_every_point_and_are_healed(tmp_path):
-    rows = dry_run(tmp_path / "out", "aborted", "heal-gloo", "layouts-gloo", "health")
+    rows = dry_run(tmp_path / "out", "aborted-gloo", "heal-gloo", "layouts-gloo", "health")
     healed = [row for row in rows if row.get("to_break")]
     assert len(healed) >= 15, (
         "kills in compute, reduce, commit, step and copy; a hang; an exception; broken connections; layouts; experts"

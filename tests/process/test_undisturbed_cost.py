@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cost.__main__ import Quiet, Turns, plain_environment, port
+from benchmarks.cost.turns import Quiet, take_turns
 from tests.support.processes import ROOT
-from tests.support.warm import Script
 
 pytestmark = pytest.mark.process
 
@@ -26,26 +25,19 @@ CPU = 1.4  # times that of the plain loop; 0.9 to 1.2 was measured, the copy to 
 
 
 def test_an_undisturbed_iteration_takes_two_collectives_two_messages_and_little_of_the_processor(tmp_path):
-    turns = Turns(tmp_path, BLOCKS, RANKS)
-    turns.start()
-    common = {"COST_FOLDER": str(tmp_path), "COST_BLOCKS": str(BLOCKS), "COST_EACH": str(EACH), "COST_WARM_UP": "5"}
-    common |= {"LEADERBOARD_DEVICE_SECONDS": "0", "TINY_SCRIPT": str(SCRIPT), "OMP_NUM_THREADS": "1"}
-    shared = port()
-    plain = [
-        Script(SCRIPT, environment=plain_environment(common, tmp_path, rank, RANKS, shared)) for rank in range(RANKS)
-    ]
+    settings = {"LEADERBOARD_DEVICE_SECONDS": "0", "TINY_SCRIPT": str(SCRIPT), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="unicron-test-", dir="/dev/shm") as memory:
-        Quiet(tmp_path, RANKS, [], fork=True, UNICRON_MEMORY=memory, **common).drive()
-        assert list(Path(memory).glob("state-*")), "the state is copied to memory"
-    for script in plain:
-        ended = script.wait()
-        assert ended.returncode == 0, ended.stderr
-    turns.join(60.0)
+
+        def train_healed(common: dict[str, str]) -> None:
+            Quiet(tmp_path, RANKS, [], fork=True, UNICRON_MEMORY=memory, **common).drive()
+            assert list(Path(memory).glob("state-*")), "the state is copied to memory"
+
+        blocks = take_turns(tmp_path, SCRIPT, RANKS, (BLOCKS, EACH, 5), settings, train_healed)
     for rank in range(RANKS):
         healed, theirs = (json.loads((tmp_path / f"counted.{kind}.{rank}").read_text()) for kind in ("healed", "plain"))
         assert theirs == {"all-reduce": 1.0}, "of the loss; DistributedDataParallel reduces the gradients itself"
         assert (healed["all-reduce"], healed["exchange"]) == (1.0, 1.0), "gradients with their proof; the commit"
         assert MESSAGES <= healed["message"] <= MESSAGES + PROGRESS
-    busy = [ours[1] / theirs[1] for ours, theirs in zip(turns.blocks["healed"], turns.blocks["plain"], strict=True)]
+    busy = [ours[1] / theirs[1] for ours, theirs in zip(blocks["healed"], blocks["plain"], strict=True)]
     print(f"processor's time of a session's iterations over the plain loop's: {busy}")
     assert statistics.median(busy) <= CPU

@@ -24,12 +24,15 @@ def free_port() -> int:
 class Head:
     """One of them. `ready`: the time at which it said that it listens."""
 
+    usual = CALM
+    command = COMMAND
+
     def __init__(self, folder: Path, name: str, address: str, addresses: list[str], state: str = "state") -> None:
         self.folder, self.name, self.address = folder, name, address
-        self.state_folder = folder / state
+        self.state_folder, self.environment = folder / state, outside_slurm()
         self.config = folder / f"{name}.toml"
         named = ", ".join(f'"{one}"' for one in addresses)
-        self.config.write_text(f"[controller]\n{CALM}\naddress = [{named}]\n{ACTS}")
+        self.config.write_text(f"[controller]\n{self.usual}\naddress = [{named}]\n{ACTS}")
         self.start()
 
     def start(self) -> None:
@@ -37,7 +40,12 @@ class Head:
         words = ["--config", str(self.config), "--state-dir", str(self.state_folder), "--listen", self.address]
         with self.out.open("wb") as out, self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
-                [*COMMAND, *words], cwd=ROOT, env=outside_slurm(), stdin=subprocess.DEVNULL, stdout=out, stderr=log
+                [*self.command, *words],
+                cwd=ROOT,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=log,
             )
 
     @property

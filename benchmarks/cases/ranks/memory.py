@@ -1,4 +1,4 @@
-"""Train for `benchmarks.cases.memory`: a session that keeps its state in memory in every other block of iterations.
+"""Train for `benchmarks.cases.memory`: in every other block of iterations the session copies its state to memory.
 
 Environment: tiny_gpt's; MEMORY_OUT, a file for the first rank's times; MEMORY_BLOCKS; MEMORY_EACH, iterations a block.
 """

@@ -1,8 +1,6 @@
-"""Train by turns what `benchmarks.cases.recovery` compares: a session that reports, one that does not, and Megatron.
+"""Train for `benchmarks.cases.recovery`: a session that reports, the same one without reports, and plain Megatron.
 
-Three kinds of iterations alternate in the same processes, on the same groups, model and data: a session that reports
-to its agent; the same session with its reports withheld, which has all of the recovery (ledger, snapshots, commit) and
-none of the detection; and a plain Megatron loop.
+The three kinds of iterations alternate in the same processes, on the same groups, model and data.
 """
 
 from __future__ import annotations

@@ -1,2 +1,1 @@
-"""Scripts of the training processes: `core` is shared by all systems, each of which has a thin script beside it.
-These run in environments in which nothing of this project is installed, so they import torch and `core` only."""
+"""Training scripts, which import only torch and `core`: this project is not installed in the peers' environments."""

@@ -1,12 +1,15 @@
-"""The training that all systems run: model, data, one iteration of plain data parallelism, and the notes of it.
+"""The training that all systems run: model, data, an iteration of plain data parallelism, and its notes.
 
-A micro-batch is a function of (iteration, index) alone, and each weighs the same, whoever computes it and however many
-ranks there are. So the losses of any run can be laid over those of any other.
+A micro-batch depends only on (iteration, index), and each has the same weight for any number of ranks. So the losses of
+all runs are comparable. Variables of the environment:
 
-Environment: LEADERBOARD_OUT folder of the notes; LEADERBOARD_NODE number of the node, or SLURMD_NODENAME;
-LEADERBOARD_CHECKPOINT file; LEADERBOARD_MICRO_BATCHES of an iteration; LEADERBOARD_DEVICE_SECONDS that a micro-batch
-takes on a device of its own, slept, since the ranks of this benchmark share cores; LEADERBOARD_COLLECTIVE_SECONDS for a
-collective; LEADERBOARD_ITERATIONS after which it ends.
+LEADERBOARD_OUT: folder of the notes
+LEADERBOARD_NODE: number of the node; else SLURMD_NODENAME counts
+LEADERBOARD_CHECKPOINT: file of the checkpoint
+LEADERBOARD_MICRO_BATCHES: of an iteration, over all ranks
+LEADERBOARD_DEVICE_SECONDS: sleep of a micro-batch, as if it had a device of its own: the ranks share cores
+LEADERBOARD_COLLECTIVE_SECONDS: time-out of a collective
+LEADERBOARD_ITERATIONS: length of the training
 """
 
 from __future__ import annotations
@@ -26,11 +29,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-MICRO_BATCHES = int(os.environ.get("LEADERBOARD_MICRO_BATCHES", "16"))  # of an iteration, over all ranks
+MICRO_BATCHES = int(os.environ.get("LEADERBOARD_MICRO_BATCHES", "16"))
 SAMPLES, LENGTH, VOCABULARY, WIDTH, LAYERS = 4, 32, 64, 96, 2
 SEED = 1234
-CHECKPOINT_EVERY = 1  # iterations: docs/leaderboard.md has the measurement
-START_SECONDS = 60.0  # for all ranks of a world to come
+START_TIMEOUT = datetime.timedelta(seconds=60)  # for all ranks of a world to connect
 
 OUT = Path(os.environ.get("LEADERBOARD_OUT", "."))
 CHECKPOINT = Path(os.environ.get("LEADERBOARD_CHECKPOINT", "checkpoint.pt"))
@@ -38,8 +40,7 @@ DEVICE_SECONDS = float(os.environ.get("LEADERBOARD_DEVICE_SECONDS", "0.025"))
 COLLECTIVE_SECONDS = float(os.environ.get("LEADERBOARD_COLLECTIVE_SECONDS", "3"))
 ITERATIONS = int(os.environ.get("LEADERBOARD_ITERATIONS", "1000000"))
 TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
-START_TIMEOUT = datetime.timedelta(seconds=START_SECONDS)
-_asked: list[int] = []  # signals that have come and were not answered
+_asked: list[int] = []  # signals that were not answered yet
 
 
 class Layer(nn.Module):
@@ -90,7 +91,7 @@ def micro_batch(iteration: int, index: int) -> torch.Tensor:
 
 
 def loss_of(model: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """The mean loss of a micro-batch. Raises RuntimeError where the benchmark has asked for it."""
+    """Return the mean loss of a micro-batch. Raises RuntimeError if the benchmark has asked for it."""
     if _asked:
         _asked.clear()
         raise RuntimeError("the benchmark asked for an exception")
@@ -100,11 +101,11 @@ def loss_of(model: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor)
 
 
 class Notes:
-    """Notes for the benchmark: a JSON object a line, each written at once, in a file of this process's own.
+    """Notes for the benchmark in a file of this process: JSON lines with the time, each written at once.
 
-    {"what": "start", node, pid, rank}; {"what": "micro", iteration, index} when a micro-batch was computed; {"what":
-    "step", iteration, loss, world, micro} when the optimizer has stepped: micro is what this rank had in it. All have
-    the time, in seconds since the epoch.
+    {"what": "start", node, pid, rank}
+    {"what": "micro", iteration, index} when a micro-batch was computed
+    {"what": "step", iteration, loss, world, rank, micro} when the optimizer has stepped; micro is this rank's part
     """
 
     def __init__(self, rank: int) -> None:
@@ -122,16 +123,15 @@ class Notes:
         self.note("micro", iteration=iteration, index=index)
 
     def step(self, iteration: int, loss: float, world: int, rank: int, micro: list[int]) -> None:
-        said = loss if math.isfinite(loss) else str(loss)  # JSON has no word for it
-        self.note("step", iteration=iteration, loss=said, world=world, rank=rank, micro=micro)
+        shown = loss if math.isfinite(loss) else str(loss)  # JSON has no such numbers
+        self.note("step", iteration=iteration, loss=shown, world=world, rank=rank, micro=micro)
 
 
 def compute(model: nn.Module, iteration: int, rank: int, size: int, notes: Notes) -> tuple[list[int], torch.Tensor]:
-    """This rank's share of an iteration: (micro-batches, sum of their losses / MICRO_BATCHES). Micro-batch i is rank i
-    mod size's.
+    """Compute this rank's share of an iteration: micro-batch i belongs to rank i mod size.
 
-    Its gradients are scaled for a reduce that divides by `size`; DistributedDataParallel does that in the last backward
-    pass.
+    Return (micro-batches, sum of their losses / MICRO_BATCHES). The gradients are scaled for a reduce that divides by
+    `size`, as DistributedDataParallel does in the last backward pass.
     """
     mine = list(range(rank, MICRO_BATCHES, size))
     total = torch.zeros(1)
@@ -145,34 +145,31 @@ def compute(model: nn.Module, iteration: int, rank: int, size: int, notes: Notes
     return mine, total
 
 
-# ------------------------------------------------------------ what is kept
+# ------------------------------------------------------------ the state
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All that the training needs to go on."""
+    """Return the state of the training."""
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
 def take(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Go on from such a state."""
+    """Take over a state."""
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
 
 
 class Files:
-    """Checkpoints in a file that all nodes see: rank 0 writes every CHECKPOINT_EVERY iterations, all read."""
-
-    def __init__(self, path: Path = CHECKPOINT) -> None:
-        self._path = path
+    """A checkpoint in a file that all nodes see: rank 0 writes it in each iteration, all read it."""
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        """The iteration that comes next."""
-        if not self._path.is_file():
+        """Take over the checkpoint. Return the next iteration."""
+        if not CHECKPOINT.is_file():
             return 0
-        saved = torch.load(self._path, weights_only=True)
+        saved = torch.load(CHECKPOINT, weights_only=True)
         take(saved, model, optimizer)
         return int(saved["iteration"])
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, following: int, rank: int) -> None:
-        if rank == 0 and following % CHECKPOINT_EVERY == 0:
-            new = self._path.with_suffix(f".{os.getpid()}")
+        if rank == 0:
+            new = CHECKPOINT.with_suffix(f".{os.getpid()}")
             torch.save(state(model, optimizer) | {"iteration": following}, new)
-            new.replace(self._path)
+            new.replace(CHECKPOINT)

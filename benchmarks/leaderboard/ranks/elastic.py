@@ -1,7 +1,7 @@
-"""DistributedDataParallel with checkpoints, as torch's documents have it for elastic jobs: what torchrun, a plain Slurm
-job and Unicron's restart mode start, each with its own way to keep the state.
+"""Train with DistributedDataParallel and checkpoints, as torch's documents do for elastic jobs.
 
-Under ft_launcher (`--heartbeats`) it also sends the heartbeats that NVRx's documents ask for.
+torchrun, a plain Slurm job and Unicron's restart mode start it. Under ft_launcher (`--heartbeats`) it also sends the
+heartbeats of NVRx's documents.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Keeper(Protocol):
 
 
 def train(keeper: Keeper, monitor: Any = None) -> None:
-    """From the newest state to the end. monitor: NVRx's RankMonitorClient."""
+    """Train from the newest state to the end; `monitor` is NVRx's RankMonitorClient."""
     dist.init_process_group("gloo", timeout=core.START_TIMEOUT)
     rank, size = dist.get_rank(), dist.get_world_size()
     notes = core.Notes(rank)
     if monitor is not None:
         monitor.init_workload_monitoring()
     model, optimizer = core.build()
-    # A group of its own: ranks may be slow to come, but no collective of theirs may.
+    # Ranks may be slow to connect, but a collective may not be slow.
     group = dist.new_group(timeout=core.TIMEOUT)
     first = keeper.load(model, optimizer)
     ddp = DistributedDataParallel(model, process_group=group)
@@ -45,8 +45,8 @@ def train(keeper: Keeper, monitor: Any = None) -> None:
         optimizer.step()
         notes.step(iteration, float(total), size, rank, mine)
         keeper.save(model, optimizer, iteration + 1, rank)
-    # torch 2.13: DDP holds the interpreter's lock where it is the last to let go of its group, and waits for gloo's
-    # thread, which may want that lock for the tensors of the last collective.
+    # torch 2.13: if DDP is the last to release its group, it holds the GIL and waits for gloo's thread, which may want
+    # the GIL for the tensors of the last collective.
     del ddp
     dist.destroy_process_group()
 

@@ -1,12 +1,10 @@
-"""Train inside NVRx's in-process wrapper, as its `optimal_example.py` has it: model and optimizer are made
-once, what depends on the process group at every restart, and the state is read from the newest checkpoint, as its usage
-guide heavily recommends.
+"""Train inside NVRx's in-process wrapper, as its `optimal_example.py` does.
 
-Its store is hosted by rank 0 by default, whose loss would end the job; here it is `store_host.py` on the head, by a
-store class of our own, which the guide's *Restrictions* name as the way. Time-outs are cut down to what a job of short
-iterations bears; the defaults are 30 to 120 seconds.
-
-The wrapper looks at annotations, so they are no texts here.
+Model and optimizer are built once, what depends on the process group at every restart. The state is read from the
+newest checkpoint, as its usage guide recommends. Rank 0 hosts its store by default, and its loss would end the job;
+here `store_host.py` hosts it on the head, by a store class of our own, as the guide's *Restrictions* suggest. Time-outs
+are shortened for a job of short iterations; the defaults are 30 to 120 seconds. The wrapper reads annotations, so they
+are not postponed here.
 """
 
 import datetime
@@ -23,7 +21,7 @@ from benchmarks.leaderboard.ranks import core
 
 
 class HeadStore(dist.TCPStore, StoreMixin):
-    """A client of the store on the head: no rank is critical."""
+    """A client of the store on the head."""
 
     def __init__(self) -> None:
         address, port = os.environ["LEADERBOARD_STORE"].split(":")
@@ -50,7 +48,7 @@ def seconds(value: float) -> datetime.timedelta:
     termination_grace_time=seconds(0.5),
 )
 def train(base: dist.Store, parts: Any, notes: core.Notes, call_wrapper: inprocess.CallWrapper | None = None) -> None:
-    """From the newest checkpoint to the end; called again after each fault, with the ranks that are left."""
+    """Train from the newest checkpoint; the wrapper calls it again after each fault, with the remaining ranks."""
     assert call_wrapper is not None
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.PrefixStore(f"training{call_wrapper.iteration}", base)

@@ -1,5 +1,4 @@
-"""`store_host.py PORT`: a TCPStore on the head, which no node's death takes along. torchrun, ft_launcher and the
-in-process wrapper meet there; it is their coordinator."""
+"""`store_host.py PORT`: a TCPStore on the head, which survives any node; the coordinator of torchrun and NVRx."""
 
 from __future__ import annotations
 

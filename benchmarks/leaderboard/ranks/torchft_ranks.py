@@ -1,12 +1,10 @@
-"""Train with torchft: one replica group a node, as its `train_ddp.py` has it.
+"""Train with torchft, as its `train_ddp.py` does: one replica group a node.
 
-The manager's step is the iteration, so a step that was not committed is done again with the same data. Micro-batches
-are dealt over whoever takes part, so none is left out while a replica is away; for that the quorum is waited for before
-the forward pass (`use_async_quorum=False`).
-
-Gradients are reduced by `Manager.allreduce`, flat and after the backward pass. Its `DistributedDataParallel` was tried
-first: in 0.2.0 the hook of it asserts that there is a future, and there is none when gloo's wait has failed, so a
-replica's death ended all the others.
+The manager's step is the iteration, so a step that was not committed is repeated with the same data. Micro-batches are
+dealt over the participants, so none is left out while a replica is away; this needs the quorum before the forward pass
+(`use_async_quorum=False`). Gradients are reduced flat by `Manager.allreduce` after the backward pass: the hook of
+torchft 0.2.0's `DistributedDataParallel` asserts that there is a future, and after a failed wait of gloo there is none,
+so the death of one replica ended all.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ from torchft import Manager, Optimizer, ProcessGroupGloo
 from benchmarks.leaderboard.ranks import core
 
 QUORUM_SECONDS, OPERATION_SECONDS = 60.0, 10.0
-CHECKPOINT_EVERY = 100  # iterations; its documents leave this to the user, and only the loss of all replicas needs it
+CHECKPOINT_EVERY = 100  # iterations; only the loss of all replicas needs a checkpoint
 
 
 def reduce(manager: Manager, model: torch.nn.Module, total: torch.Tensor) -> torch.Tensor:
-    """The mean over the replicas of all gradients, in place, and of `total`, which is returned."""
+    """Average all gradients over the replicas, in place, and return the average of `total`."""
     gradients = [parameter.grad for parameter in model.parameters()]
     flat = torch.cat([*(gradient.flatten() for gradient in gradients), total])
     manager.allreduce(flat).wait()
@@ -54,9 +52,9 @@ def main() -> None:
         manager.load_state_dict(saved["torchft"])
     stepper = Optimizer(manager, optimizer)
     while manager.current_step() < core.ITERATIONS:
-        stepper.zero_grad()  # the quorum, and the state of others where this replica is behind
+        stepper.zero_grad()  # waits for the quorum, and gets the state if this replica is behind
         rank, size, iteration = manager.participating_rank(), manager.num_participants(), manager.current_step()
-        assert rank is not None, "with a synchronous quorum everybody in it takes part"
+        assert rank is not None, "with a synchronous quorum each of its members participates"
         mine, total = core.compute(model, iteration, rank, size, notes)
         total = reduce(manager, model, total * size)  # the manager averages
         stepper.step()

@@ -1,4 +1,4 @@
-"""The systems: each is started, struck and ended in its own way."""
+"""The systems, each with its own way to start, strike and end a job."""
 
 from __future__ import annotations
 

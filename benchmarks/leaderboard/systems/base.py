@@ -1,4 +1,4 @@
-"""The base of all systems: a folder, nodes, a coordinator, and notes."""
+"""The bases of all systems: a folder, nodes, a coordinator, and notes."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ PEERS = ROOT / ".peers"
 
 
 class Absent(Exception):
-    """The system cannot be run here; the text says why."""
+    """The system cannot run here; the text is the reason."""
 
 
 class System:
-    """One job of four ranks on four nodes, under one system. Subclasses say how it is started.
-
-    settings: what was chosen for it, for the documents. folder: its own, below which all files are.
-    """
+    """One job of four ranks on four nodes under one system. All its files are below its folder."""
 
     name: str
-    settings: str
-    environment = "torchrun"  # folder below .peers that has its Python
-    package = "torch"  # whose version there is its own
-    collective = 3.0  # seconds for a collective, where it is this that ends a hang
+    environment = "torchrun"
+    """The folder below .peers with its Python."""
+    package = "torch"
+    """The package that has its version."""
+    collective = 3.0
+    """Time-out of a collective in seconds; for some systems this ends a hang."""
 
     def __init__(self, folder: Path, **variables: str) -> None:
         self.folder, self.run = folder, uuid.uuid4().hex
@@ -55,19 +54,19 @@ class System:
             **variables,
         }
         self.notes: list[Note] = []
-        self._read: dict[Path, int] = {}  # how far
+        self._read: dict[Path, int] = {}  # bytes of each file
 
-    # ------------------------------------------------------------ what a subclass says
+    # ------------------------------------------------------------ for subclasses
     def start(self) -> None:
-        """The coordinator and all nodes."""
+        """Start the coordinator and all nodes."""
         raise NotImplementedError
 
     def power_off(self, node: int) -> None:
-        """Everything on the node dies at once."""
+        """Kill everything on the node."""
         processes.kill(self.run, str(node))
 
     def power_on(self, node: int) -> None:
-        """The node is there again, as its site would start it."""
+        """Bring the node back, as its site would start it."""
         raise NotImplementedError
 
     def kill_coordinator(self) -> None:
@@ -77,7 +76,7 @@ class System:
         raise NotImplementedError
 
     def begin_again(self) -> None:
-        """End all of a job that has stopped and start it once more, as an operator does."""
+        """Restart a whole job that has stopped, as an operator does."""
         for node in range(NODES):
             self.power_off(node)
         self.kill_coordinator()
@@ -86,17 +85,17 @@ class System:
             self.power_on(node)
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Kill all of it."""
         processes.kill(self.run)
 
     @classmethod
     def version(cls) -> str:
-        """Raises Absent."""
+        """Return its name and version. Raises Absent."""
         return f"{cls.package} {installed(cls.environment, cls.package)}"
 
-    # ------------------------------------------------------------ what is seen of it
+    # ------------------------------------------------------------ its ranks
     def read(self) -> list[Note]:
-        """Return what its ranks have noted since the last call; all of it is in `notes`."""
+        """Return the ranks' notes since the last call; `notes` has all."""
         new: list[Note] = []
         for path in sorted(self.out.glob("notes.*")):
             with path.open("rb") as file:
@@ -109,12 +108,15 @@ class System:
         return new
 
     def ranks(self) -> dict[int, Note]:
-        """node -> its newest training process."""
+        """Return the newest training process of each node."""
         starts = sorted((note for note in self.notes if note.what == "start"), key=lambda note: note.time)
         return {note.node: note for note in starts}
 
     def signal_rank(self, node: int, number: signal.Signals) -> None:
-        """To the training process of a node. Raises Missed where none lives; a stranger may have its pid by then."""
+        """Send a signal to the training process of a node. Raises Missed if none lives.
+
+        By then another program may have its pid.
+        """
         rank = self.ranks().get(node)
         if rank is None or not processes.belongs(rank.pid, self.run):
             raise Missed(f"no rank lives on node {node}")
@@ -124,29 +126,29 @@ class System:
             raise Missed(f"the rank of node {node} has just ended") from None
 
     def node_of_rank_0(self) -> int:
-        """Return where the process runs that was rank 0 at its last step."""
+        """Return the node of the process that was rank 0 at its last step."""
         nodes = {note.process: note.node for note in self.notes if note.what == "start"}
         zeros = [note for note in notes.steps(self.notes) if note.rank == 0]
         return nodes[zeros[-1].process]
 
     def logs(self, most: int = 2000) -> str:
-        """The ends of all that it has written."""
+        """Return the ends of its logs."""
         return "\n".join(f"--- {path.name}\n{path.read_text()[-most:]}" for path in sorted(self.folder.glob("*.log")))
 
 
 class Launched(System):
-    """One command on each node, and one on the head. A node that is there again starts its command again."""
+    """A system with a command on each node, which a returning node starts again, and a coordinator on the head."""
 
     def head(self) -> Sequence[str | Path]:
-        """The coordinator's command."""
+        """Return the coordinator's command."""
         return [self.python, RANKS / "store_host.py", str(self.port)]
 
     def node(self, node: int) -> Sequence[str | Path]:
-        """A node's command."""
+        """Return a node's command."""
         raise NotImplementedError
 
     def more(self, node: int) -> Mapping[str, str]:
-        """More of its environment."""
+        """Return variables of the node's environment."""
         return {}
 
     def start(self) -> None:
@@ -160,7 +162,7 @@ class Launched(System):
         return PEERS / self.environment / "bin" / "python"
 
     def program(self, name: str) -> Path:
-        """Return a program of its environment."""
+        """Return a program of its Python environment."""
         return self.python.with_name(name)
 
     def power_on(self, node: int) -> None:
@@ -185,18 +187,18 @@ class Launched(System):
 
 
 def free_port() -> int:
-    """None that Linux gives to outgoing connections, for nobody holds it until it is used."""
+    """Return a port that Linux does not give to outgoing connections: it stays free until it is used."""
     return ports.choose(1, uuid.uuid4().hex)[0]
 
 
 def answers(port: int) -> bool:
-    """Somebody listens there."""
+    """Return whether a program listens at the port."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def installed(environment: str, package: str) -> str:
-    """The version in one of the peers' environments. Raises Absent."""
+    """Return a package's version in one of the peers' environments. Raises Absent."""
     python = PEERS / environment / "bin" / "python"
     if not python.exists():
         raise Absent(f"no environment .peers/{environment}: make leaderboard makes it")
@@ -208,7 +210,7 @@ def installed(environment: str, package: str) -> str:
 
 
 def program(name: str) -> str:
-    """One of the machine's programs. Raises Absent."""
+    """Return the path of one of the machine's programs. Raises Absent."""
     if found := shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"):
         return found
     raise Absent(f"no {name} on this machine: make system installs it")

@@ -1,4 +1,4 @@
-"""torchrun, ft_launcher, torchft and NVRx's wrapper: a command a node."""
+"""torchrun, ft_launcher, torchft and NVRx's wrapper: a command on each node."""
 
 from __future__ import annotations
 
@@ -7,23 +7,17 @@ from pathlib import Path
 
 from benchmarks.leaderboard.systems.base import NODES, RANKS, Launched
 
-RESTARTS = "1000"  # as good as any number: the jobs are to live
+RESTARTS = "1000"  # more than any job needs
 
 
 class Torchrun(Launched):
     """docs.pytorch.org/docs/stable/elastic/run.html, *Elastic*, and elastic/rendezvous.html for the c10d handler.
 
-    By default torch 2.13 uses one store for all worlds of a job, and does not tell their keys apart: ranks of a new
-    world find the addresses of the last one, and it never comes together. The variable gives each world its own store.
+    By default torch 2.13 uses one store for all worlds of a job without separating their keys: ranks of a new world
+    find the addresses of the last one, and never connect. The variable gives each world its own store.
     """
 
     name = "torchrun"
-    settings = (
-        f"torchrun --nnodes=1:{NODES} --max-restarts={RESTARTS} --monitor-interval=0.1, rendezvous c10d on a store of "
-        "its own on the head (is_host=0), last_call_timeout=1, keep_alive_interval=1, keep_alive_max_attempt=3, "
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; "
-        "DistributedDataParallel, gloo with 3 s a collective; a checkpoint each iteration"
-    )
 
     def node(self, node: int) -> Sequence[str | Path]:
         return [self.program("torchrun"), *self._options(), RANKS / "elastic.py"]
@@ -52,12 +46,6 @@ class FtLauncher(Torchrun):
 
     name = "nvrx-launcher"
     environment, package = "nvrx", "nvidia-resiliency-ext"
-    settings = (
-        f"ft_launcher --nnodes=1:{NODES} --max-restarts={RESTARTS} --ft-restart-policy=any-failed, rendezvous as for "
-        "torchrun but for the keep-alive, which 0.4.1 fixes at 5 s and 3 attempts; a heartbeat each iteration, "
-        "rank_heartbeat_timeout=3, workload_check_interval=0.5, no NIC monitor; "
-        "the script and the checkpoints of torchrun"
-    )
 
     def node(self, node: int) -> Sequence[str | Path]:
         heartbeats = [
@@ -82,12 +70,7 @@ class InProcess(Launched):
 
     name = "nvrx-inprocess"
     environment, package = "nvrx", "nvidia-resiliency-ext"
-    collective = 1.0  # a false alarm costs a second, and ranks that are no neighbours of a dead one wait for it
-    settings = (
-        "inprocess.Wrapper with a store on the head, soft_timeout=2.5, hard_timeout=5, heartbeat_timeout=2, "
-        "last_call_wait=0.2, gloo with 1 s, monitor intervals of 0.1; one plain process a node, "
-        "since its documents say that torchrun ends them all; state from a checkpoint of each iteration"
-    )
+    collective = 1.0  # ranks that are no neighbours of a dead one wait for it; a false alarm costs as much
 
     def node(self, node: int) -> Sequence[str | Path]:
         return [self.python, RANKS / "inprocess.py"]
@@ -95,9 +78,8 @@ class InProcess(Launched):
     def more(self, node: int) -> Mapping[str, str]:
         store = f"127.0.0.1:{self.port}"
         world = {"RANK": str(node), "WORLD_SIZE": str(NODES), "LOCAL_RANK": "0", "LEADERBOARD_STORE": store}
-        quiet = {
-            "TORCH_CPP_LOG_LEVEL": "error"
-        }  # as its advanced_example.py: each look at the store says that it waits
+        # As in its advanced_example.py: without it each access to the store logs that it waits.
+        quiet = {"TORCH_CPP_LOG_LEVEL": "error"}
         return world | quiet | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
 
 
@@ -106,13 +88,7 @@ class Torchft(Launched):
 
     name = "torchft"
     environment, package = "torchft", "torchft"
-    collective = 1.0  # a false alarm costs a step, and ranks that are no neighbours of a dead one wait for it
-    settings = (
-        "torchft_lighthouse --min_replicas 1 --quorum_tick_ms 100 --join_timeout_ms 10000 --heartbeat_timeout_ms 1000 "
-        f"(default 5000); a replica group a node under torchrun --max-restarts={RESTARTS}; Manager.allreduce, "
-        "ProcessGroupGloo with 1 s, synchronous quorum, TORCHFT_QUORUM_RETRIES=20; a "
-        "checkpoint every 100 iterations"
-    )
+    collective = 1.0  # ranks that are no neighbours of a dead one wait for it; a false alarm costs a step
 
     def head(self) -> Sequence[str | Path]:
         return [
@@ -126,7 +102,6 @@ class Torchft(Launched):
 
     def node(self, node: int) -> Sequence[str | Path]:
         launcher = ["--nnodes=1", "--nproc-per-node=1", f"--max-restarts={RESTARTS}", "--monitor-interval=0.1"]
-        # its own port where its agent's store is
         return [
             self.program("torchrun"),
             *launcher,

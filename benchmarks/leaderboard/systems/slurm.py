@@ -1,5 +1,7 @@
-"""A plain Slurm job on the project's local cluster, requeued as a whole: `--requeue`, and `scontrol requeue` by the job
-itself where a step failed (sbatch(1), scontrol(1))."""
+"""A plain Slurm job on the project's local cluster.
+
+It is requeued as a whole: by `--requeue`, or by its own `scontrol requeue` if a step fails (sbatch(1), scontrol(1)).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.support.processes import outside_slurm
 from unicron_ctl.lab.cluster.local_cluster import LocalCluster
 from unicron_ctl.shared.system.errors import UserError
 
-RESUME_SECONDS = 60.0  # that an operator tries to bring a node back into service
+RESUME_SECONDS = 60.0  # for an operator to bring a node back into service
 SCRIPT = """#!/bin/bash
 export MASTER_ADDR=127.0.0.1 MASTER_PORT={port}
 srun --kill-on-bad-exit=1 --cpu-bind=none bash -c '
@@ -29,11 +31,6 @@ class Requeue(System):
     """sbatch --requeue of one job of four nodes."""
 
     name = "slurm-requeue"
-    settings = (
-        f"sbatch -N {NODES} --requeue, srun --kill-on-bad-exit=1, scontrol requeue after a failed step; "
-        "SlurmdTimeout=10, KillWait=2, cred_expire=5 (300, 30 and 120 by default); the script "
-        "and the checkpoints of torchrun"
-    )
 
     def __init__(self, folder: Path, **variables: str) -> None:
         super().__init__(folder, **variables)
@@ -62,8 +59,7 @@ class Requeue(System):
         self.cluster.power_off(f"n{node + 1}")
 
     def power_on(self, node: int) -> None:
-        """The node, and an operator's `scontrol update state=resume` where Slurm keeps it down: a node that has
-        rebooted by itself is not taken back otherwise."""
+        """Bring the node back, and resume it as an operator if Slurm keeps it down, as it does after a reboot."""
         threading.Thread(target=self._serve_again, args=(f"n{node + 1}",), daemon=True).start()
 
     def _serve_again(self, name: str) -> None:

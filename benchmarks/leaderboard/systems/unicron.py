@@ -1,5 +1,7 @@
-"""Unicron in both modes: a real unicrond, agents and ranks, without Slurm. The nodes come back by the benchmark's hand,
-where under Slurm the requeued element would start on them."""
+"""Unicron in both modes: a real unicrond, agents and ranks, without Slurm.
+
+The benchmark brings a node back; under Slurm the requeued element would start there.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.support.jobs import World
 
 
 class Shipped(World):
-    """unicrond with the values that it is shipped with, but for what there is no Slurm and no munge for."""
+    """A world whose unicrond has the product's defaults, without Slurm and munge."""
 
     usual = 'auth = "none"\nslurm = "none"\n'
 
@@ -25,61 +27,48 @@ class Session(System):
     """docs/user-guide.md, *Any PyTorch loop*."""
 
     name = "unicron"
-    settings = (
-        "session mode; unicrond with its shipped values but auth and slurm; no hot spare; a checkpoint file every 100 "
-        "iterations, the state in memory at each"
-    )
     script = "session.py"
+
+    world: Shipped
 
     def __init__(self, folder: Path, **variables: str) -> None:
         super().__init__(folder, **variables)
         self.memory = Path(tempfile.mkdtemp(prefix="leaderboard-", dir="/dev/shm"))
-        self.world: Shipped | None = None
 
     def start(self) -> None:
         place = self.folder / "unicron"
         place.mkdir()
         command = [sys.executable, str(RANKS / self.script)]
-        self.world = Shipped(place, 0, command=command, **self._settings())
+        self.world = Shipped(place, 0, command=command, SLURM_ARRAY_TASK_COUNT=str(NODES), **self.variables)
         for node in range(NODES):
             self.power_on(node)
-
-    def _settings(self) -> dict[str, str]:
-        return self.variables | {"SLURM_ARRAY_TASK_COUNT": str(NODES)}
 
     def power_on(self, node: int) -> None:
         memory = self.memory / str(node)
         memory.mkdir()
-        self._running.start_agent(node, **{processes.NODE: str(node), "UNICRON_MEMORY_DIR": str(memory)})
+        self.world.start_agent(node, **{processes.NODE: str(node), "UNICRON_MEMORY_DIR": str(memory)})
 
     def power_off(self, node: int) -> None:
         super().power_off(node)
-        shutil.rmtree(self.memory / str(node), ignore_errors=True)  # a node that lost its power has no memory
-        self._running.agents[node].process.wait()
+        shutil.rmtree(self.memory / str(node), ignore_errors=True)  # a node without power loses its memory
+        self.world.agents[node].process.wait()
 
     def kill_coordinator(self) -> None:
-        self._running.kill()
+        self.world.kill()
 
     def start_coordinator(self) -> None:
-        self._running.start()
-
-    @property
-    def _running(self) -> Shipped:
-        assert self.world is not None, "started before"
-        return self.world
+        self.world.start()
 
     def close(self) -> None:
         super().close()
         try:
-            if self.world is not None:
+            if hasattr(self, "world"):
                 self.world.kill()
                 self.world.close()
         finally:
             shutil.rmtree(self.memory, ignore_errors=True)
 
     def logs(self, most: int = 2000) -> str:
-        if self.world is None:
-            return ""
         ends = (f"--- agent {element}\n{agent.log[-most:]}" for element, agent in self.world.agents.items())
         return "\n".join([*ends, "--- unicrond", self.world.log[-most:]])
 
@@ -92,8 +81,4 @@ class Restart(Session):
     """docs/user-guide.md, *Restart mode*, with the two lines of `unicron.memory`."""
 
     name = "unicron-restart"
-    settings = (
-        "restart mode; unicrond with its shipped values but auth and slurm; at least 1 node; the state by "
-        "unicron.memory at each iteration, no file; the script of torchrun, gloo with the same time-out"
-    )
     script = "restarted.py"

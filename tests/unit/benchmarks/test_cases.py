@@ -23,7 +23,7 @@ def test_every_case_has_sizes_the_smallest_ones_and_a_title(name: str):
 
 def test_sizes_belong_to_the_case_before_them():
     words = ["recovery", "repeats=2", "only=layouts", "warm"]
-    assert list(command.chosen_cases(words)) == [("recovery", ["repeats=2", "only=layouts"]), ("warm", [])]
+    assert command.chosen_cases(words) == [("recovery", ["repeats=2", "only=layouts"]), ("warm", [])]
 
 
 def test_sizes_are_read_by_their_types():

@@ -1,8 +1,7 @@
-"""The leaderboard's pure parts but for its notes: the stream's schedule, medians, the table; and its processes."""
+"""The leaderboard's stream, rows, command and processes."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -11,16 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
 from benchmarks.leaderboard import failures, notes, play, processes, rows
-from benchmarks.leaderboard.__main__ import QUICK, Board, main, one, streams
+from benchmarks.leaderboard.__main__ import QUICK, Results, main, one, stream
 from benchmarks.leaderboard.notes import Note
 from benchmarks.leaderboard.ranks import core
 from benchmarks.leaderboard.rows import Row, Share
 from benchmarks.leaderboard.systems import SYSTEMS, System
-from tests.support.processes import ROOT, wait_for
+from tests.support.processes import wait_for
 from unicron_ctl.shared.system.errors import UserError
 
 RANKS = 4
@@ -41,13 +41,12 @@ def test_a_loss_that_is_no_number_is_infinitely_far(wrong, tmp_path, monkeypatch
     _, step = notes.parse(path.read_text(), path.name)
     assert step.loss == pytest.approx(wrong, nan_ok=True)
     assert notes.difference(notes.losses([step]), {7: 1.0}) == math.inf
-    board = Board(tmp_path / "results.json", append=False)
-    board.add(row("a", "hang", loss_difference=math.inf))
-    assert "Infinity" not in (tmp_path / "results.json").read_text()
-    assert Board(tmp_path / "results.json", append=True).rows == board.rows
+    results = tmp_path / "results.json"
+    Results(results).add(row("a", "hang", loss_difference=math.inf))
+    assert json.loads(results.read_text())[0]["loss_difference"] == "inf"
 
 
-def test_the_schedule_is_the_same_for_everybody_and_has_every_kind() -> None:
+def test_the_schedule_is_the_same_for_all_systems_and_has_every_kind() -> None:
     plan = failures.schedule(1200.0, 1, RANKS)
     assert plan == failures.schedule(1200.0, 1, RANKS) != failures.schedule(1200.0, 2, RANKS)
     assert len(plan) == 40 and {name for _, name, _ in plan} == set(failures.FAILURES)
@@ -69,7 +68,11 @@ def test_the_useful_share_is_over_what_an_undisturbed_job_does_in_that_time() ->
 
 
 class Watched(System):
-    name, settings = "watched", ""
+    name = "watched"
+
+    @classmethod
+    def version(cls) -> str:
+        return "1"
 
 
 class Clock:
@@ -121,66 +124,35 @@ def test_a_stream_has_the_losses_of_its_whole_run(tmp_path, monkeypatch) -> None
     assert found.micro_batches == 3 * play.MICRO_BATCHES and len(found.undisturbed) == 2
 
 
-class Struck:
-    """A system that notes what is done to it."""
-
-    def __init__(self) -> None:
-        self.done: list[Any] = []
-
-    def signal_rank(self, node: int, number: signal.Signals) -> None:
-        self.done.append((node, number))
-
-    def power_off(self, node: int) -> None:
-        self.done.append(("off", node))
-
-    def power_on(self, node: int) -> None:
-        self.done.append(("on", node))
-
-    def kill_coordinator(self) -> None:
-        self.done.append("killed")
-
-    def start_coordinator(self) -> None:
-        self.done.append("started")
-
-    def node_of_rank_0(self) -> int:
-        return 3
-
-
 @pytest.mark.parametrize(
     "name, done, after",
     [
-        ("rank-kill", [(2, signal.SIGKILL)], None),
-        ("exception", [(2, signal.SIGUSR2)], None),
-        ("hang", [(2, signal.SIGSTOP)], None),
-        ("two", [(2, signal.SIGKILL), (0, signal.SIGKILL)], None),
-        ("node", [("off", 2), ("on", 2)], failures.NODE_BACK),
-        ("rank0-node", [("off", 3), ("on", 3)], failures.NODE_BACK),
-        ("coordinator", ["killed", "started"], failures.COORDINATOR_BACK),
+        ("rank-kill", [call.signal_rank(2, signal.SIGKILL)], None),
+        ("exception", [call.signal_rank(2, signal.SIGUSR2)], None),
+        ("hang", [call.signal_rank(2, signal.SIGSTOP)], None),
+        ("two", [call.signal_rank(2, signal.SIGKILL), call.signal_rank(0, signal.SIGKILL)], None),
+        ("node", [call.power_off(2), call.power_on(2)], failures.NODE_BACK),
+        ("rank0-node", [call.node_of_rank_0(), call.power_off(3), call.power_on(3)], failures.NODE_BACK),
+        ("coordinator", [call.kill_coordinator(), call.start_coordinator()], failures.COORDINATOR_BACK),
     ],
 )
-def test_a_failure_strikes_and_says_what_is_to_be_repaired(name: str, done: list, after: float | None) -> None:
-    target = Struck()
-    repair = failures.FAILURES[name].strike(target, failures.NODE)
+def test_a_failure_strikes_and_returns_its_repair(name: str, done: list, after: float | None) -> None:
+    system = Mock(spec=System)
+    system.node_of_rank_0.return_value = 3
+    repair = failures.FAILURES[name](system, failures.NODE)
     if repair is not None:
         repair.action()
-    assert target.done == done and (repair.after if repair else None) == after
+    assert system.mock_calls == done and (repair.after if repair else None) == after
 
 
-def test_a_failure_of_two_strikes_whom_it_finds_and_says_when_it_finds_nobody() -> None:
-    class Thin(Struck):
-        def signal_rank(self, node: int, number: signal.Signals) -> None:
-            if node in self.gone:
-                raise failures.Missed(f"no rank lives on node {node}")
-            super().signal_rank(node, number)
-
-        gone = {2}
-
-    target = Thin()
-    failures.FAILURES["two"].strike(target, failures.NODE)
-    assert target.done == [(0, signal.SIGKILL)]
-    target.gone = {0, 2}
+def test_a_failure_of_two_strikes_any_of_them_and_is_missed_without_both() -> None:
+    system, missed = Mock(spec=System), failures.Missed("no rank lives on node 2")
+    system.signal_rank.side_effect = [missed, None]
+    failures.FAILURES["two"](system, failures.NODE)
+    assert [each.args[0] for each in system.signal_rank.mock_calls] == [2, 0]
+    system.signal_rank.side_effect = [missed, failures.Missed("no rank lives on node 0")]
     with pytest.raises(failures.Missed, match="node 2"):
-        failures.FAILURES["two"].strike(target, failures.NODE)
+        failures.FAILURES["two"](system, failures.NODE)
 
 
 def row(system: str, failure: str, survived: bool | None = True, **more: Any) -> Row:
@@ -202,57 +174,32 @@ def test_the_table_has_medians_ranges_and_what_did_not_happen() -> None:
     assert rows.markdown(["x", "y"], [["1", "2"]]) == "|x|y|\n|---|---|\n|1|2|"
 
 
-def test_rows_of_before_a_figure_was_noted_are_read_and_do_not_say_that_it_never_came() -> None:
-    old = json.loads((ROOT / "docs" / "leaderboard.json").read_text())
-    assert len(rows.decode(old)) == len(old)
-    new = {"longest_pause_seconds", "iterations_compared"}
-    before = {key: value for key, value in rows.encode(row("a", "hang")).items() if key not in new}
-    (line,) = rows.lines([row("a", "hang", longest_pause_seconds=0.5, iterations_compared=90), *rows.decode([before])])
-    said = dict(zip(rows.heads(), line, strict=True))
-    assert (said["longest pause, s"], said["of iterations"]) == ("0.50, not noted 1x", "90, not noted 1x")
-    (line,) = rows.lines(rows.decode([before]))
-    assert dict(zip(rows.heads(), line, strict=True))["longest pause, s"] == "-"
-
-
-def test_results_are_the_contract_and_are_read_again(tmp_path) -> None:
+def test_results_are_the_contract_of_the_documents(tmp_path) -> None:
     path = tmp_path / "results.json"
-    board = Board(path, append=False)
-    board.add(row("a", "hang", next_step_seconds=1.0))
-    board.add(Share("a", 0.9, "1", 20.0))
+    results = Results(path)
+    results.add(row("a", "hang", next_step_seconds=1.0))
+    results.add(Share("a", 0.9, "1", 20.0, undisturbed=[1.0], struck=3, missed=1))
     first, second = json.loads(path.read_text())
-    asked = "system version failure survived next_step_seconds full_strength_seconds iterations_lost"
+    asked = "system version failure survived next_step_seconds full_strength_seconds iterations_lost machine commit"
     assert set(asked.split()) | {"micro_batches_again", "loss_difference"} <= set(first)
     assert {"system", "useful_share"} <= set(second) and "failure" not in second
-    assert Board(path, append=True).rows == board.rows
-
-
-def test_each_row_says_at_which_commit_it_was_taken(snapshot) -> None:
-    some = [row("a", "hang", commit="abc", machine="m"), row("b", "hang", commit="def+", machine="m")]
-    assert rows.taken(some) == "m; commits abc, def+"
-    assert rows.taken([some[0], row("b", "hang", machine="m", commit="abc")]) == "m; commit abc"
-    assert rows.taken([row("a", "hang")]) == snapshot
-    struck = rows.SHARE_HEADS.index("failures that hit a rank")
-    told = rows.shares([Share("a", 0.9), Share("a", 0.9, struck=3, missed=1)])
-    assert [line[struck] for line in told] == ["-", "3 of 4"]
+    tables = results.tables()
+    assert "|hang|a|yes|1.00|" in tables and "|3 of 4|" in tables and "\na: 1" in tables
 
 
 def test_the_stream_is_compared_in_what_was_trained_and_not_in_shares_of_each_systems_own_rate() -> None:
-    """A system that is slow undisturbed keeps a larger share of its own rate, and is behind for all that. Another run's
-    rates are no measure for it."""
-    slow = Share("slow", 0.95, undisturbed=[80.0, 80.0], machine="m", commit="c")
-    quick = Share("quick", 0.80, undisturbed=[99.0, 101.0], machine="m", commit="c")
-    other = Share("other", 0.5, undisturbed=[1000.0], machine="n", commit="c")
-    none = Share("none", None, machine="m", commit="c")
-    told = [dict(zip(rows.SHARE_HEADS, line, strict=True)) for line in rows.shares([slow, quick, other, none])]
-    assert [line["useful micro-batches/s"] for line in told] == ["76.0", "80.0", "500.0", "-"]
-    assert [line["of the best undisturbed rate"] for line in told] == ["0.760", "0.800", "0.500", "-"]
-    assert [line["of its own"] for line in told] == ["0.950", "0.800", "0.500", "-"]
+    """A system that is slow undisturbed keeps a larger share of its own rate, and is behind for all that."""
+    slow = Share("slow", 0.95, undisturbed=[80.0, 80.0])
+    quick = Share("quick", 0.80, undisturbed=[99.0, 101.0])
+    lines = [dict(zip(rows.SHARE_HEADS, line, strict=True)) for line in rows.shares([slow, quick, Share("none", None)])]
+    assert [line["useful micro-batches/s"] for line in lines] == ["76.0", "80.0", "-"]
+    assert [line["of the best undisturbed rate"] for line in lines] == ["0.760", "0.800", "-"]
+    assert [line["of its own"] for line in lines] == ["0.950", "0.800", "-"]
 
 
 def test_all_systems_of_the_leaderboard_are_there() -> None:
     asked = "torchrun torchft nvrx-inprocess nvrx-launcher slurm-requeue unicron-restart unicron"
     assert set(SYSTEMS) == set(asked.split())
-    assert all(kind.settings for kind in SYSTEMS.values())
 
 
 def test_a_system_that_cannot_be_run_has_a_row_that_says_why(tmp_path, monkeypatch, snapshot) -> None:
@@ -267,7 +214,7 @@ def test_a_stranger_that_has_a_dead_ranks_pid_is_left_alone(tmp_path) -> None:
     marks = [{}, {processes.RUN: "another"}, {processes.RUN: system.run}]
     made = [subprocess.Popen(["sleep", "60"], env=os.environ | mark) for mark in marks]
     try:
-        wait_for(lambda: processes.belongs(made[2].pid, system.run), "it is the program that it is to be")
+        wait_for(lambda: processes.belongs(made[2].pid, system.run), "its program runs")
         for process in made[:2]:
             system.notes = [Note("start", 1.0, "a", node=2, pid=process.pid)]
             with pytest.raises(failures.Missed, match="lives on node 2"):
@@ -283,12 +230,8 @@ def test_a_stranger_that_has_a_dead_ranks_pid_is_left_alone(tmp_path) -> None:
             process.wait()
 
 
-def test_a_failure_that_strikes_nobody_is_told_from_one_that_was_survived(tmp_path, monkeypatch, snapshot) -> None:
-    def nobody(*_: object) -> None:
-        raise failures.Missed("no rank lives on node 2")
-
-    monkeypatch.setattr("benchmarks.leaderboard.play.fail", nobody)
-    monkeypatch.setattr(Watched, "version", classmethod(lambda cls: "1"))
+def test_a_failure_that_strikes_no_rank_is_not_survived(tmp_path, monkeypatch, snapshot) -> None:
+    monkeypatch.setattr(play, "fail", Mock(side_effect=failures.Missed("no rank lives on node 2")))
     made = one(Watched, "hang", tmp_path / "run", QUICK, {})
     assert made.survived is None and made.why == snapshot
 
@@ -302,27 +245,18 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("error", BROKEN, ids=lambda error: type(error).__name__)
-def test_what_breaks_off_one_row_says_so_there_and_the_others_come(tmp_path, monkeypatch, error) -> None:
-    def broken(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(Watched, "version", classmethod(lambda cls: "1"))
-    monkeypatch.setattr("benchmarks.leaderboard.play.fail", broken)
+def test_an_error_ends_only_its_own_row_and_is_its_remark(tmp_path, monkeypatch, error) -> None:
+    broken = Mock(side_effect=error)
+    monkeypatch.setattr(play, "fail", broken)
     made = one(Watched, "hang", tmp_path / "run", QUICK, {})
     assert (made.survived, made.version) == (None, "1") and made.why.startswith("did not train: ")
     assert str(error) in made.why and str(getattr(error, "stderr", None) or "").strip() in made.why
 
-    found = play.Stream(micro_batches=950, seconds=10.0, undisturbed=[100.0])
-    streamed = iter([broken, lambda *_: found])
-    monkeypatch.setattr("benchmarks.leaderboard.play.stream", lambda *words: next(streamed)(*words))
-    monkeypatch.setattr("benchmarks.leaderboard.__main__.SYSTEMS", {"first": Watched, "second": Watched})
-    board = Board(tmp_path / "results.json", append=False)
-    streams(board, argparse.Namespace(system=["first", "second"], stream_minutes=1.0, quick=True), tmp_path, {3: 97.0})
-    first, second = board.shares
-    assert first.useful_share is None and first.why == made.why and first.version == "1"
-    assert (second.useful_share, second.why) == (pytest.approx(0.95), "")
+    monkeypatch.setattr(play, "stream", broken)
+    share = stream(Watched, tmp_path / "stream", 1.0, 20.0, {})
+    assert (share.useful_share, share.why, share.version) == (None, made.why, "1")
 
-    monkeypatch.setattr(Watched, "version", classmethod(broken))
+    monkeypatch.setattr(Watched, "version", broken)
     assert one(Watched, "hang", tmp_path / "run", QUICK, {}).why == made.why
 
 
@@ -335,12 +269,8 @@ class Unending(Watched):
     def close(self) -> None:
         raise UserError("slurmd of n2 does not end")
 
-    @classmethod
-    def version(cls) -> str:
-        return "1"
 
-
-def test_what_was_measured_is_kept_where_the_jobs_end_fails(tmp_path, monkeypatch, snapshot) -> None:
+def test_figures_are_kept_if_the_jobs_end_fails(tmp_path, monkeypatch, snapshot) -> None:
     monkeypatch.setattr(play, "_in_an_iteration", lambda _: None)
     monkeypatch.setattr("benchmarks.leaderboard.systems.base.System.signal_rank", lambda *_: None)
     whole = iter([True, False])
@@ -353,15 +283,12 @@ def test_what_was_measured_is_kept_where_the_jobs_end_fails(tmp_path, monkeypatc
     losses = {3: [97.0, 97.97], 9: [91.0]}
     found = play.Stream(micro_batches=950, seconds=10.0, undisturbed=[100.0], struck=2, losses=losses)
     monkeypatch.setattr(play, "_all_pieces", lambda *_: found)
-    monkeypatch.setattr("benchmarks.leaderboard.__main__.SYSTEMS", {"unending": Unending})
-    board = Board(tmp_path / "results.json", append=False)
-    streams(board, argparse.Namespace(system=["unending"], stream_minutes=1.0, quick=True), tmp_path, {3: 97.0})
-    (share,) = board.shares
+    share = stream(Unending, tmp_path / "stream", 1.0, 20.0, {3: 97.0})
     assert (share.useful_share, share.struck, share.why) == (pytest.approx(0.95), 2, good.why)
     assert (share.loss_difference, share.iterations_compared) == (pytest.approx(0.01), 1)
     (line,) = rows.shares([share])
-    said = dict(zip(rows.SHARE_HEADS, line, strict=True))
-    assert (said["loss difference"], said["of iterations"]) == ("1.0e-02", "1")
+    shown = dict(zip(rows.SHARE_HEADS, line, strict=True))
+    assert (shown["loss difference"], shown["of iterations"]) == ("1.0e-02", "1")
 
 
 def test_a_job_that_did_not_train_says_so_before_it_says_that_its_end_failed(tmp_path, monkeypatch) -> None:
@@ -372,10 +299,8 @@ def test_a_job_that_did_not_train_says_so_before_it_says_that_its_end_failed(tmp
 
 
 def test_a_cluster_that_does_not_go_down_leaves_no_process_to_the_next_row(tmp_path, monkeypatch) -> None:
-    def stays(_: object) -> None:
-        raise TimeoutError("slurmctld is still there")
-
     killed: list[str] = []
+    stays = Mock(side_effect=TimeoutError("slurmctld is still there"))
     monkeypatch.setattr("unicron_ctl.lab.cluster.local_cluster.LocalCluster.down", stays)
     monkeypatch.setattr(processes, "kill", killed.append)
     system = SYSTEMS["slurm-requeue"](tmp_path / "run")
@@ -384,73 +309,39 @@ def test_a_cluster_that_does_not_go_down_leaves_no_process_to_the_next_row(tmp_p
     assert killed == [system.run]
 
 
-def test_results_that_are_there_are_not_written_over(tmp_path, monkeypatch, capsys) -> None:
-    path = tmp_path / "results.json"
-    words = ["leaderboard", "--json", str(path), *NO_RUN]
-    Board(path, append=False).add(row("torchft", "hang"))
-    before = path.read_text()
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as refused:
-        main()
-    assert refused.value.code == 2 and path.read_text() == before
-    (line,) = capsys.readouterr().err.splitlines()
-    assert str(path) in line and "--append" in line and "--json" in line
-    monkeypatch.setattr(sys, "argv", [*words, "--append"])
-    assert main() == 0 and "torchft" in capsys.readouterr().out
-    path.write_text("[]\n")
-    monkeypatch.setattr(sys, "argv", words)
-    assert main() == 0
-
-
 NO_RUN = ["--repetitions", "0", "--stream-minutes", "0"]
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, why",
     [
         (["--json", "none/results.json"], "none/results.json cannot be written (No such file or directory)"),
         (["--json", "."], ". cannot be written (Is a directory)"),
-        (["--json", "foreign.json/results.json"], "cannot be written (Not a directory)"),
-        (["--append", "--json", "broken.json"], "broken.json has no results of this benchmark"),
-        (["--append", "--json", "binary.json"], "binary.json has no results of this benchmark"),
-        (["--append", "--json", "object.json"], "object.json has no results of this benchmark"),
-        (["--append", "--json", "foreign.json"], "foreign.json has no results of this benchmark"),
+        (["--json", "used.json/results.json"], "cannot be written (Not a directory)"),
+        (["--json", "used.json"], "used.json has results: give another file with --json"),
         (["--json", "new.json", "--repetitions", "-1"], "--repetitions and --stream-minutes are at least 0"),
         (["--json", "new.json", "--stream-minutes", "-1"], "--repetitions and --stream-minutes are at least 0"),
         (["--json", "new.json", "--stream-minutes", "nan"], "--repetitions and --stream-minutes are at least 0"),
-        (["--json", "new.json", "--keep", "foreign.json"], "foreign.json cannot be made (File exists)"),
-        (["--json", "new.json", "--keep", "."], "has files: name another"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line_before_anything_runs(words, said, tmp_path, monkeypatch, capsys) -> None:
+def test_wrong_use_is_refused_before_anything_runs(words, why, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    contents = {
-        "broken": b'{"a":',
-        "binary": b"\xff\x00",
-        "object": b'{"system": "a"}',
-        "foreign": b'[{"system": "x"}]',
-    }
-    for name, content in contents.items():
-        (tmp_path / f"{name}.json").write_bytes(content)
-    monkeypatch.setattr(sys, "argv", ["leaderboard", *NO_RUN, *words])
-    with pytest.raises(SystemExit) as refused:
-        main()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert refused.value.code == 2 and said in line
-    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.json" for name in contents}
+    (tmp_path / "used.json").write_text('[{"system": "x"}]')
+    try:
+        status = main([*NO_RUN, *words])
+    except SystemExit as refused:
+        status = refused.code
+    assert status == 2 and why in capsys.readouterr().err.splitlines()[-1]
+    assert (tmp_path / "used.json").read_text() == '[{"system": "x"}]' and len(list(tmp_path.iterdir())) == 1
 
 
-def test_only_this_runs_rows_say_that_a_system_did_not_train(tmp_path, monkeypatch, capsys) -> None:
-    """Those that the file had before are shown, of whatever system they are."""
-    path = tmp_path / "results.json"
-    Board(path, append=False).add(row("gone", "hang", None, why="did not train: it was another day"))
-    monkeypatch.setattr(sys, "argv", ["leaderboard", "--json", str(path), "--append", *NO_RUN])
-    assert main() == 0
-    assert "gone: 1" in capsys.readouterr().out.splitlines()
-    board = Board(path, append=True)
-    assert not board.untrained
-    board.add(Share("torchft", None, why="did not train: no port"))
-    assert board.untrained and len(board.rows) == 2
+def test_a_system_that_did_not_train_makes_the_exit_status(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("benchmarks.leaderboard.__main__.SYSTEMS", {"watched": Watched})
+    monkeypatch.setattr(play, "reference", lambda *_: {})
+    words = ["--failure", "hang", "--repetitions", "1", "--stream-minutes", "0"]
+    assert main(["--json", str(tmp_path / "none.json"), *NO_RUN]) == 0
+    monkeypatch.setattr(play, "fail", lambda *_: subprocess.run(["false"], check=True))
+    assert main(["--json", str(tmp_path / "untrained.json"), *words]) == 1
 
 
 def test_failures_and_streams_are_laid_over_one_undisturbed_run(tmp_path, monkeypatch) -> None:
@@ -465,16 +356,13 @@ def test_failures_and_streams_are_laid_over_one_undisturbed_run(tmp_path, monkey
     monkeypatch.setattr(play, "fail", lambda *_: play.Outcome(True, nothing, {0: [2.0]}))
     found = play.Stream(950, 10.0, [100.0], losses={0: [3.0]})
     monkeypatch.setattr(play, "stream", lambda *_: found)
-    monkeypatch.setattr(Watched, "version", classmethod(lambda cls: "1"))
     monkeypatch.setattr("benchmarks.leaderboard.__main__.SYSTEMS", {"watched": Watched})
     path = tmp_path / "results.json"
-    monkeypatch.setattr(sys, "argv", ["leaderboard", "--json", str(path), "--quick", "--failure", "hang"])
-    assert main() == 0 and lengths == [400]
-    failed, streamed = rows.decode(json.loads(path.read_text()))
-    assert (failed.loss_difference, failed.iterations_compared) == (0.0, 1)
-    assert (streamed.loss_difference, streamed.iterations_compared) == (0.5, 1)
-    monkeypatch.setattr(sys, "argv", ["leaderboard", "--json", str(path), "--append", "--repetitions", "0"])
-    assert main() == 0 and lengths == [400, 1200]
+    assert main(["--json", str(path), "--quick", "--failure", "hang"]) == 0 and lengths == [400]
+    failed, streamed = json.loads(path.read_text())
+    assert (failed["loss_difference"], failed["iterations_compared"]) == (0.0, 1)
+    assert (streamed["loss_difference"], streamed["iterations_compared"]) == (0.5, 1)
+    assert main(["--json", str(tmp_path / "full.json"), "--repetitions", "0"]) == 0 and lengths == [400, 1200]
 
 
 def test_a_micro_batch_depends_on_its_numbers_alone() -> None:

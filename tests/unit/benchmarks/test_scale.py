@@ -1,4 +1,4 @@
-"""The scale benchmark's own protocol: its connections are DEALERs to a real ROUTER, its agents do what real ones do."""
+"""The scale benchmark's connections with a real ROUTER, its simulated agents."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import time
 import pytest
 import zmq
 
+from benchmarks.cases.log_growth import DAY, failures
 from benchmarks.scale.agents import Agent, Layout
-from benchmarks.scale.history import DAY, DAYS, failures, fill_month
-from benchmarks.scale.zmtp import Connection, Lost
-from tests.support.world import World
-from unicron_ctl.shared.log.store import Holder, Store
+from benchmarks.scale.lines import Connection, Failed
 from unicron_ctl.shared.protocol import shared_plans, wire
 
 LIMIT = 5.0
@@ -59,7 +57,7 @@ def test_a_connection_that_the_controller_closes_is_lost(router):
     connection = connect(router)
     router.close(linger=0)
     deadline = time.monotonic() + LIMIT
-    with pytest.raises(Lost):
+    with pytest.raises(Failed):
         while time.monotonic() < deadline:
             connection.receive()
     connection.close()
@@ -118,28 +116,8 @@ def test_a_restarted_rank_joins_by_an_offer():
 
 
 def test_a_month_of_failures_is_in_order_and_repeatable():
-    drawn = list(failures(2048, 8))
-    assert drawn == list(failures(2048, 8))
-    assert [f.at for f in drawn] == sorted(f.at for f in drawn) and drawn[-1].at < DAYS * DAY
+    drawn = list(failures(2048, 8, 30.0))
+    assert drawn == list(failures(2048, 8, 30.0))
+    assert [f.at for f in drawn] == sorted(f.at for f in drawn) and drawn[-1].at < 30 * DAY
     assert all(f.slot // 8 == f.element for f in drawn)
-    assert len(drawn) == pytest.approx(2048 * DAYS * 24 / 1000, rel=0.1)
-
-
-def test_a_month_is_written_only_for_a_job_that_runs_with_all_its_ranks(tmp_path):
-    world = World()
-    agents = world.start_job(nodes=8, ranks=2)
-
-    def filled(folder):
-        folder.mkdir()
-        store = Store(folder / "events.sqlite")
-        store.begin_term(Holder(7, "the controller that was stopped"), Holder())
-        store.append(world.log)
-        store.close()
-        return fill_month(folder, 8, 2)
-
-    assert filled(tmp_path / "running") > 0
-    agents[3].die(6)
-    agents[3].ready()
-    world.run(3.0)
-    assert world.job().phase == "offering"
-    assert filled(tmp_path / "offering") is None
+    assert len(drawn) == pytest.approx(2048 * 30 * 24 / 1000, rel=0.1)

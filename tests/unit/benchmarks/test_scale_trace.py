@@ -1,5 +1,4 @@
-"""The scale benchmark under a trace: what agents are told to look like is known for what it is, and each of the
-controller's mistakes is counted as one."""
+"""The scale benchmark under a trace: looks of failures, schedule, simulated Slurm, verdict on the controller."""
 
 from __future__ import annotations
 
@@ -100,7 +99,7 @@ def test_a_failure_that_is_found_and_answered_is_right():
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "text"),
     [
         (failure(9, [72], 2, "restart", "task_hang"), "did not happen"),
         (records.Break(2, [records.LostProcess(25, "a", 0), records.LostProcess(26, "a", 0)]), r"left out .* \[26\]"),
@@ -109,13 +108,13 @@ def test_a_failure_that_is_found_and_answered_is_right():
         (records.SlurmAction("down", 3, "n4"), "down of n4"),
     ],
 )
-def test_whoever_else_is_touched_is_told(record, said):
+def test_whoever_else_is_touched_is_reported(record, text):
     wrong = judge([crash()], [event(1, 100.2, RESTART), event(2, 101.0, record)], RANKS).wrong
     assert len(wrong) == 1
-    assert re.search(said, wrong[0])
+    assert re.search(text, wrong[0])
 
 
-def test_a_failure_that_is_not_found_or_not_answered_rightly_is_told():
+def test_a_failure_that_is_not_found_or_not_answered_rightly_is_reported():
     assert "not found" in judge([crash()], [], RANKS).wrong[0]
     moved = failure(3, [25], 1, "isolate", "gpu_lost")
     assert "SEV1, isolate" in judge([crash()], [event(1, 100.2, moved)], RANKS).wrong[0]
@@ -160,7 +159,7 @@ def test_what_follows_a_failure_does_so_before_all_train_again(at, right):
         assert (wrong == []) is right, what
 
 
-def test_what_became_known_later_counts():
+def test_the_last_verdict_counts():
     first = failure(3, [25], 2, "restart", "cuda_error")
     lost = Injected(100.0, "gpu_lost", 1, [3], [25], "n4", 1)
     later = records.FailureVerdict(failure=1, severity=1, cause="gpu_lost", action="isolate")

@@ -93,6 +93,21 @@ def test_whole_again_is_when_all_have_stepped_in_one_younger_generation() -> Non
     assert (one.whole_again(2), one.whole_again(3)) == (3, 9)
 
 
+def test_a_rank_is_found_when_its_controller_is_gone_and_not_once_it_has_died() -> None:
+    """Defect: ranks that are forks of a zygote were looked for by their environment, which is the zygote's."""
+    one, running = storm(), [SimpleNamespace(kind="task", pid=pid) for pid in (7, 8)]
+    one.site.controller = SimpleNamespace(alive=True)
+    one.site.cluster = SimpleNamespace(processes=lambda: running)
+    one.job.status = lambda: {"elements": [{"ranks": [{"slot": 0, "pid": 7}, {"slot": 1, "pid": 8}]}]}
+    assert one.pid(0) == 7
+    one.site.controller.alive = False
+    one.job.status = dict
+    assert one.pid(1) == 8
+    running.pop()
+    with pytest.raises(LookupError):
+        one.pid(1)
+
+
 def test_rows_have_names_of_their_own_and_unknown_ones_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     names = [row.name for row in rows(60.0, 40, 120.0, 1)]
     assert len(set(names)) == len(names)
