@@ -203,8 +203,15 @@ FROM_RANK: dict[str, type[FromRank]] = {each.kind: each for each in (Fault, Stat
 def encode(message: FromRank, slot: int, incarnation: int) -> bytes:
     """Encode a rank's message, with its sender."""
     head = {"v": RANKS.number, "kind": message.kind, "slot": slot, "incarnation": incarnation, "pid": os.getpid()}
-    data: bytes = msgpack.packb({**head, **vars(message)}, default=vars)  # a message may be part of another
+    data: bytes = msgpack.packb({**head, **vars(message)}, default=_as_map)
     return data
+
+
+def _as_map(value: object) -> dict[str, object]:
+    """The fields of a message within a message. Raises TypeError for any other object."""
+    if not dataclasses.is_dataclass(value):
+        raise TypeError(f"{type(value).__name__} is part of no message")
+    return vars(value)
 
 
 def decode(data: bytes) -> ToRank | None:
