@@ -94,7 +94,7 @@ test test-others test-slurm test-process test-demo test-wide test-long test-unit
 
 test: system-test venv plugin   ## all three tiers: pure, several processes, a real Slurm; ten to sixteen minutes
 ifeq ($(PYTEST_ARGS),)
-	@echo "The pure tests, and beside them those on Slurm and then those of several processes: each tier prints when it is through."
+	@echo "All three tiers run side by side: each prints when it is through."
 	$(MAKE) --no-print-directory -j2 --output-sync=line test-unit test-others
 else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -107,10 +107,9 @@ test-long: system-test venv plugin  ## the tests that take longest, the pure one
 	DEEP_TESTS=1 $(TEST) -n 2 tests/unit
 	$(BIN)/python -m pytest -m long tests/process tests/slurm
 
-# These tests wait for half of their time, so the unit tests run beside them.
+# These tests wait for half of their time, so both tiers and the unit tests run side by side.
 test-others:     # of `make test`
-	$(MAKE) --no-print-directory test-slurm
-	$(MAKE) --no-print-directory test-process
+	$(MAKE) --no-print-directory -j2 --output-sync=line test-slurm test-process
 
 test-slurm:      # of test-others
 	$(WAITS) -n 2 -m "$(SHAPES) and not alone" tests/slurm
