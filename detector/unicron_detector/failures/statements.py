@@ -467,7 +467,6 @@ class _Reader:
         said = self._message(line) if whole else text
         grouped = kind is Kind.EXCEPTION and line.grouped
         return Statement(said, Weight.PLAIN if weight is None else weight, kind, line.speaker, grouped=grouped)
-        return Statement(text, Weight.PLAIN, Kind.LINE, line.speaker)
 
 
 def _settle_weights(said: Sequence[Statement]) -> Iterator[Statement]:

@@ -108,7 +108,6 @@ class Polling:
             if source in self._calls:  # an earlier call may have removed it
                 self._containment.attempt("take in what has come", self._calls[source])
         return found
-        return found
 
 
 @dataclass
