@@ -25,15 +25,15 @@ from unicron_detector.health.findings import BAD, GOOD, UNKNOWN, WARNING, Findin
 from unicron_detector.health.program_output import MOST_BYTES, Output, TooMuchOutput
 
 LINE = 300  # characters of a program's output
-GRACE_SECONDS = 0.2  # before the check's own time is over, in which the program has to be ended
+GRACE_SECONDS = 0.2  # kept back from the check's time limit, to kill the program
 ENVIRONMENT = ("PATH", "LC_ALL", "LANG", "SLURMD_NODENAME", "SLURM_CONF", "SLURM_JOB_ID", "HOME")
 MOST_INTERPRETERS = 5  # that the kernel follows from one to the next
+MOST_LINKS = 40  # symbolic links that the kernel follows in one path
 # Programs that run what an argument of theirs names
 _RUNS_OTHERS = re.compile(
     r"(?:a|ba|da|k|z)?sh|python[\d.]*|perl|ruby|env|flock|ionice|nice|nohup|numactl|runuser|setpriv|setsid|stdbuf|sudo|"
     r"taskset|timeout"
 )
-MOST_LINKS = 40  # ... and symbolic links
 USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -53,7 +53,7 @@ class HealthProgram(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fi
 
 
 def as_program(given: str | HealthProgram) -> HealthProgram:
-    """Return the program of a line that may be its command alone."""
+    """Convert an entry of `programs`, which may be just a command, to a HealthProgram."""
     return HealthProgram(command=given) if isinstance(given, str) else given
 
 
@@ -182,7 +182,7 @@ def why_untrusted(program: str, executed: bool = True) -> str:
 
     Only root and this process's user may be able to change the program and all that its path leads through: links, the
     folders up to /, the interpreters of a script. Then it can be run by that path, which a script may read. executed:
-    by itself; otherwise an interpreter reads it.
+    the kernel runs the file; False if an interpreter reads it.
     """
     for _ in range(MOST_INTERPRETERS):
         try:
@@ -196,7 +196,7 @@ def why_untrusted(program: str, executed: bool = True) -> str:
             return f"{program}: {error.strerror}: install it, or take its line out of unicron.toml"
         if not program:
             return ""
-    return f"{program} is an interpreter of an interpreter: name one program"
+    return f"{program} is one interpreter too many: name the program itself"
 
 
 def _follow_path(program: str) -> tuple[str, str]:
@@ -291,7 +291,7 @@ def program_problem(name: str, given: str | HealthProgram, taken: Sequence[str])
     if name in taken:
         return f"programs.{name}: this is a check of Unicron's own: give it another name"
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", name) or name == "all":
-        return f"programs.{name}: write a name of letters and digits, such as nhc"
+        return f"programs.{name}: write a name of up to 40 letters, digits, '_', '.' or '-', such as nhc"
     program = as_program(given)
     try:
         command = shlex.split(program.command)

@@ -17,7 +17,7 @@ from typing import Any
 ENDS = signal.SIGRTMIN + 9  # ends such a process in the place of SIGTERM
 END_SECONDS = 1.0  # for the process to act on it
 _END_BIT = 1 << ENDS - 1  # in a mask of proc(5)
-_DEAF = (signal.SIGTERM, ENDS)  # blocked while such a process starts
+_BLOCKED_SIGNALS = (signal.SIGTERM, ENDS)  # while such a process starts
 _POPEN: Any = multiprocessing.popen_fork.Popen
 _LATER: tuple[Any, ...] = (multiprocessing.popen_spawn_posix.Popen, multiprocessing.popen_forkserver.Popen)
 _handler: Callable[..., None]  # the handler of SIGTERM that does nothing
@@ -25,14 +25,14 @@ _of_torch = False  # this process is a worker of torch's
 
 
 def outlive_sigterm() -> None:
-    """Make SIGTERM do nothing to this process from here on; :data:`ENDS` ends it."""
+    """Let :data:`ENDS` end this process, whose handler of SIGTERM does nothing."""
     signal.signal(ENDS, _end)
 
 
 def unblock_signals() -> None:
     """Unblock the signals that this process blocked during its start."""
     if ENDS in signal.pthread_sigmask(signal.SIG_BLOCK, []):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _DEAF)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_SIGNALS)
 
 
 def _end(*_: object) -> None:
@@ -46,8 +46,8 @@ def _end(*_: object) -> None:
 
 def keep_handler(handler: Callable[..., None], settle: Callable[[bool], None]) -> None:
     """Give this handler of SIGTERM, while it is set here, to each process that multiprocessing starts. The process
-    blocks the signal until it calls :func:`unblock_signals`: a fork at once, any other process (`spawn`, `forkserver`)
-    in `settle`, before anything else. `terminate` still ends all of them."""
+    blocks both signals until it calls :func:`unblock_signals`: a fork at once, any other (`spawn`, `forkserver`) in
+    `settle`, before anything else. `terminate` still ends all of them."""
     global _handler
     _handler = handler
     _keep_in_torch()
@@ -103,8 +103,9 @@ def _deaf(launch: Callable[..., None], settle: Callable[[bool], None] | None) ->
         outlives = _outlives()
         if settle is not None:
             process.unicron_settling = _Settling(settle, outlives)  # unpickled last, after its target
-            multiprocessing.resource_tracker.ensure_running()  # starting it unblocks SIGTERM up to Python 3.13.0
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF if outlives else ())
+            # Starting it unblocks SIGTERM in some releases of Python (docs/behaviour/python-signals.md).
+            multiprocessing.resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS if outlives else ())
         try:
             launch(self, process)
         finally:

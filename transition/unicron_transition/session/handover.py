@@ -44,7 +44,7 @@ class Handover:
         return iteration
 
     def _tie_embeddings(self) -> None:
-        """Give the last stage the first stage's embedding, which was not there when its copy was built."""
+        """Copy the first stage's embedding to the last stage, which was built alone and could not share it."""
         if self._exchange.tie_embeddings(self._state.model):
             self._state.optimizer.reload_model_params()
 

@@ -27,9 +27,9 @@ class SessionPosition:
     """Ledger and phase of the present or the last iteration: computing, reducing, synced or stepped. They are set
     together because another thread reads them."""
     loss: float | None = None
-    """Of the last reduced iteration."""
+    """Loss of the last reduced iteration."""
     seconds: float = 0.0
-    """Of the last stepped iteration."""
+    """Duration of the last stepped iteration."""
 
     @property
     def ledger(self) -> Ledger:
@@ -41,7 +41,8 @@ class SessionPosition:
 
 
 class RankReporter:
-    """Reports to the agent, if there is one. parameters: of this rank's part of the model. flops: of a micro-batch."""
+    """Reports to the agent, if there is one. parameters: the number in this rank's part of the model. flops: per
+    micro-batch."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-NODE_HOURS = 1000.0  # between two losses of one node, before any was seen (the controller has the same prior)
+NODE_HOURS = 1000.0  # between two losses of one node, before any was seen (the default of `mtbf_node_hours`)
 COMMON = 0.05  # the share of node losses that take the copies with them: the usual beta of the model above
 RENEWAL = 60.0  # seconds until the copies of a lost node's state are complete again
 LOAD = 0.02  # the share of writing time that counts as lost, because it loads the file system and the network

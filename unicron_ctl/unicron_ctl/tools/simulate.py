@@ -221,19 +221,20 @@ def _history_text(found: history.History, costs: history.Costs) -> Iterator[str]
     yield f"{runs}: {data['node_hours']:.1f} node-hours"
     yield f"{plural(len(found.failures), 'failure')} after which the job went on{f' ({causes})' if causes else ''}"
     rows = (
-        ("lost as it was", "lost_node_hours"),
-        ("  of it waiting", "waiting_node_hours"),
+        ("lost without it", "lost_node_hours"),
+        ("  of it in queues", "waiting_node_hours"),
         ("lost with Unicron", "lost_node_hours_with_unicron"),
-        ("  of it waiting", "waiting_node_hours_with_unicron"),
+        ("  of it in queues", "waiting_node_hours_with_unicron"),
         ("saved", "saved_node_hours"),
-        ("  of it waiting", "saved_waiting_node_hours"),
+        ("  of it in queues", "saved_waiting_node_hours"),
     )
     for what, name in rows:
         yield f"  {what:<18}{data[name]:>12.1f} node-hours {100 * data[name] / hours:>8.2f} %"
     yield "waiting delays the jobs, on all of their nodes; others may have used these meanwhile"
     yield (
         f"not counted: {found.early} that failed soon after their start (the script's own errors), {found.left} after "
-        f"which nobody went on, {found.requeued} that were requeued (why is not told); hangs are not in such a history"
+        f"which the job never went on, {found.requeued} that were requeued (for no known reason); hangs do not show in "
+        "a history"
     )
     yield (
         f"taken for granted: checkpoints every {costs.checkpoint / 60:g} min, {costs.setup / 60:g} min to start; with "
@@ -285,6 +286,6 @@ def _show(results: Sequence[Result], policies: Sequence[Policy]) -> None:
     if bound:
         table.add_note("bound: of what the bound reaches")
     show([table])
-    print_text(f"ideal {flops_text(results[0].ideal_waf)}; all shares are of the ideal")
+    print_text(f"ideal {flops_text(results[0].ideal_waf)}; shares are of the ideal, those under *bound* of the bound")
     for each in policies:
         print_text(f"{each.name}: {'; '.join(each.sources)}")

@@ -111,7 +111,7 @@ class Page:
         self._lock = threading.Lock()
 
     def answer(self, path: str, token: str, given: str) -> Body:
-        """Answer one of `questions`. Raises NotFor, and Busy if this viewer alone would keep others waiting."""
+        """Answer one of `questions`. Raises NotFor, and Busy if too many questions wait."""
         viewer = self.who(token)
         with self._lock:
             if self._waiting[viewer] >= MOST_OF_ONE:

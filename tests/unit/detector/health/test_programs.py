@@ -193,7 +193,7 @@ def test_the_interpreter_of_a_script_is_looked_at_too(tmp_path: Path) -> None:
     shell.chmod(0o775)
     assert f"others can write {shell}:" in check_program("mine", path, 5.0).reason
     Path(path).write_text(f"#!{path}\n")
-    assert "an interpreter of" in check_program("mine", path, 5.0).reason
+    assert "one interpreter too many" in check_program("mine", path, 5.0).reason
     Path(path).write_text("#!sh\n")
     assert "no absolute path" in check_program("mine", path, 5.0).reason
 
@@ -264,7 +264,7 @@ def test_before_a_job_only_those_run_that_say_so() -> None:
     ("section", "says"),
     [
         ({"programs": {"gpu": "/x"}}, "a check of Unicron's own"),
-        ({"programs": {"a b": "/x"}}, "write a name of letters"),
+        ({"programs": {"a b": "/x"}}, "write a name of up to 40 letters"),
         ({"programs": {"nhc": "nhc -a"}}, "begin with the absolute path"),
         ({"programs": {"nhc": "/x 'y"}}, "No closing quotation"),
         ({"programs": {"nhc": {"command": "/x", "bad": [1], "warning": [1]}}}, "both bad and a warning"),

@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[Made, str]] = {
     "shard gone": (lambda at: (shards(at, 1.0), without(at, LAST)), f"{LAST}: No such file"),
     "shard and index gone": (
         lambda at: (shards(at, 1.0), without(at, LAST, f"{MODEL}.index.json")),
-        f"{LAST} is not there",
+        f"{LAST} is missing",
     ),
 }
 

@@ -83,7 +83,7 @@ def test_simulate_tells_waiting_apart_and_what_a_history_does_not_say(files, cap
     (files / "h.txt").write_text("\n".join(rows))
     status, out, _ = call(capsys, "simulate", "--from-sacct", "h.txt", "--setup-minutes", "0")
     lines = [line.split() for line in out.splitlines()]
-    waiting = [line[3] for line in lines if line[:3] == ["of", "it", "waiting"]]
+    waiting = [line[4] for line in lines if line[:3] == ["of", "it", "in"]]
     assert (status, waiting) == (0, ["8.0", "1.0", "7.0"])
     assert out == snapshot
 

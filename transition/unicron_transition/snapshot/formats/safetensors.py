@@ -52,7 +52,8 @@ SHARD = re.compile(r"((?!shard-).*)-(\d+)-of-(\d+)\.safetensors")
 RANK = re.compile(r"shard-(\d+)-.*\.safetensors")  # torch DCP's files by rank, numbered from 1
 MISTRALS = "consolidated"  # the start of Mistral's own file names, with the same weights as Hugging Face's beside them
 MOST = 100_000_000  # bytes of a header: the library's own limit
-VALUES, MOST_TEXTS = 6, 10_000  # names in a header: for each tensor, torch's place of it included, and besides them
+VALUES = 6  # keys of one tensor in a header, with the entry of torch's DCP
+MOST_TEXTS = 10_000  # further keys in a header
 Entry = tuple[str, Place, int, int]  # the library's dtype, the shape, the first byte and the end of a tensor
 KINDS = {
     "F64": "float64",
@@ -79,8 +80,8 @@ KINDS = {
 
 
 def _choose(folder: Path) -> tuple[list[Path], Collection[str]]:
-    """Return the files with the weights of a folder, the same that `from_pretrained` of transformers reads, or of a
-    file or index of files, and the tensors that an index lists. Raises BadCheckpoint."""
+    """Return the weight files of a folder, a file or an index, as transformers' `from_pretrained` chooses them, and the
+    tensors that the index lists. Raises BadCheckpoint."""
     if folder.is_file():
         if folder.suffix == SUFFIX:
             return _whole_models([folder]), ()
@@ -121,7 +122,7 @@ def _whole_models(found: list[Path]) -> list[Path]:
             count, digits = int(match[3]), len(match[2])
             every = [f"{match[1]}-{number:0{digits}}-of-{match[3]}{SUFFIX}" for number in range(1, count + 1)]
             if missing := next((name for name in every if name not in there), ""):
-                raise BadCheckpoint(f"{path.parent / missing} is not there, and the others of the model are")
+                raise BadCheckpoint(f"{path.parent / missing} is missing, but the model's other files are there")
     return models
 
 
@@ -208,13 +209,13 @@ def adopt_folder(index: Index, folder: Path, name: str, missed: Sequence[str]) -
 
 
 def _raw(path: Path, name: str, kind: str, shape: Place, place: tuple[int, int]) -> Raw:
-    """Return the place of a tensor in a file. place: its first byte and their number. Raises BadCheckpoint."""
+    """Return the place of a tensor in a file. place: offset and length in bytes. Raises BadCheckpoint."""
     if kind == PAIRS:
         if not shape or shape[-1] % 2:
             raise BadCheckpoint(f"{path}: {name} has half a byte at the end of a row")
         shape = (*shape[:-1], shape[-1] // 2)
     if math.prod(shape) * raw_type(kind).itemsize != place[1]:
-        raise BadCheckpoint(f"{path}: {name} has {place[1]} bytes, which is not its shape")
+        raise BadCheckpoint(f"{path}: {name} has {place[1]} bytes, which does not fit its shape")
     return Raw(path, place[0], kind, shape)
 
 
@@ -267,7 +268,7 @@ def _offsets(path: Path, about: Settings) -> dict[str, Place] | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{path}: {OFFSETS} is not as torch writes it ({str(error)[:100]})") from None
     if not all(type(each) is int and each >= 0 for offset in found.values() for each in offset):
-        raise BadCheckpoint(f"{path}: {OFFSETS} names places that are none")
+        raise BadCheckpoint(f"{path}: {OFFSETS} has offsets that are not whole numbers from 0")
     return found
 
 
@@ -281,7 +282,7 @@ class _Names:
     def entry(self, pairs: list[tuple[str, Any]]) -> Any:
         """Convert the object of a tensor in a header to an Entry, and leave any other object as it is."""
         values = dict(pairs)
-        if type(where := values.get("data_offsets")) is not list:  # the outermost object can have a tensor of that name
+        if type(where := values.get("data_offsets")) is not list:  # the header itself can hold a tensor of that name
             return values
         self._left -= 1
         if self._left < 0:

@@ -24,8 +24,8 @@ from unicron_detector.processes.counters import AT, BYTES, TEXT, VERSION
 from unicron_detector.processes.rank_messages import Step
 
 MEMORY = "/dev/shm"  # a page on a disk is written back from time to time, and a process that writes to it then waits
-STANDS = 1.5  # seconds without an iteration, at least, before a rank is asked how far its collectives are
-TIMES_USUAL = 2.0  # ... and so many usual iterations
+# A rank that finishes no iteration for this many seconds, and for this many usual ones, is asked about its collectives.
+STALL_SECONDS, STALL_FACTOR = 1.5, 2.0
 ASK_SECONDS = 1.0  # between two such questions
 
 
@@ -95,7 +95,7 @@ class Page:
                 return Count(values)
 
     def text(self, length: int) -> str:
-        """Return the page's text, which has so many bytes."""
+        """Return the first `length` bytes of the page's text."""
         return self._map[TEXT : TEXT + min(length, BYTES - TEXT)].decode(errors="replace")
 
     def ask_process(self) -> None:
@@ -130,7 +130,7 @@ class Progress:
         self._generation, self._base = generation, base
         self._pid, self._done, self._at, self._waited, self._outside = 0, 0, time.monotonic_ns(), 0, 0
         self._began, self._usual = self._at, 0.0
-        self._idle = 0.0  # the longest time since its last step in which it did nothing and waited for no answer
+        self._idle = 0.0  # the longest idle period since the last step; waits for an answer do not count
         self._asked, self._answers = time.monotonic(), 0
         return self.page.environment
 
@@ -184,7 +184,7 @@ class Progress:
         phases = dict.fromkeys(structs.PHASES, 0.0)
         phases["reduce"], phases["outside"] = waited, outside
         own = max(0.0, seconds - waited - outside)
-        phases["data"] = min(own, self._idle) if own > STANDS else 0.0
+        phases["data"] = min(own, self._idle) if own > STALL_SECONDS else 0.0
         phases["forward"] = own - phases["data"]  # the page does not tell more
         self._idle = 0.0
         return Step(
@@ -208,7 +208,7 @@ class Progress:
                 answer: Any = json.loads(self.page.text(count.length))
                 status.collectives = msgspec.convert(answer, structs.Collectives)
         stands = now - self._at / 1e9
-        if stands > max(STANDS, TIMES_USUAL * self._usual) and now - self._asked >= ASK_SECONDS:
+        if stands > max(STALL_SECONDS, STALL_FACTOR * self._usual) and now - self._asked >= ASK_SECONDS:
             self._asked = now
             self.page.ask_process()
 

@@ -48,13 +48,14 @@ def able(job: JobView, agent: AgentView, slot: int, forming: bool = False) -> bo
 
 
 def waiting_elements(view: View, job: JobView, forming: bool = False) -> list[int]:
-    """Elements all of whose ranks can enter now."""
+    """Return the elements all of whose ranks can enter now."""
     found = (e for e in sorted(job.ready) if may_work(view, job, e) and _whole(job, job.agents[e], forming))
     return in_whole_blocks(job.state, found)
 
 
 def in_whole_blocks(job: JobState, elements: Iterable[int], inside: Collection[int] = ()) -> list[int]:
-    """The elements whose whole block is among them. inside: elements of which some ranks train already."""
+    """Return the elements whose block is complete. inside: elements with ranks that train already; they count as
+    present."""
     found = list(elements)
     if job.settings.block == 1:
         return found
@@ -67,8 +68,8 @@ def _whole(job: JobView, agent: AgentView, forming: bool = False) -> bool:
 
 
 def forming_slots(view: View, job: JobView, whole: Sequence[int]) -> list[int]:
-    """All ranks that can form the job and are not spares. whole: the elements that come as a whole, which counts if one
-    rank is a replica."""
+    """Return the ranks that can form the job and are not spares. whole: the elements all of whose ranks can enter; used
+    only if a replica is one rank."""
     if job.replica == 1:
         return spares.formers(job, (slot for element in whole for slot in job.agents[element].slots))
     ready = (element for element in sorted(job.ready) if may_work(view, job, element))
@@ -77,11 +78,11 @@ def forming_slots(view: View, job: JobView, whole: Sequence[int]) -> list[int]:
 
 
 def newcomers(view: View, job: JobView, delay: float) -> list[int]:
-    """Slots that can come in now, replica-major.
+    """Return the slots that can come in now, replica-major.
 
-    Their elements' processes have been ready for `delay` seconds, or no other can follow. Ranks of an element that is
-    inside already, or has a standby, come by themselves; other elements come as a whole. Surplus elements wait as
-    spares.
+    Their processes have been ready for `delay` seconds, or no other can follow in a mode in which newcomers join.
+    Ranks come one by one if their element is inside already or has a standby; other elements come as a whole. Surplus
+    elements wait as spares.
     """
     state = job.state
     found, late = dict[int, list[int]](), dict[int, list[int]]()
@@ -101,7 +102,7 @@ def newcomers(view: View, job: JobView, delay: float) -> list[int]:
 
 
 def _entering(job: JobView, agent: AgentView) -> list[int]:
-    """The slots of the agent that can come in: some of them if it is inside, or stands by; else all or none."""
+    """Return the agent's slots that can come in: any of them if it is inside or has a standby, else all or none."""
     outside = [slot for slot in agent.slots if slot not in job.state.members]
     inside = job.state.mode.joins and len(outside) < len(agent.slots)
     if inside or any(status.state == "standby" for status in agent.ranks.values()):
@@ -123,8 +124,8 @@ def _coming(view: View, job: JobView) -> bool:
 
 
 def remaining(members: Sequence[int], leavers: Collection[int], size: int) -> list[int]:
-    """The members, replica-major, who go on: the replicas without a leaver, or if there is none, those that the members
-    who stay compose."""
+    """Return the members that go on, replica-major: every replica without a leaver. If there is none, the remaining
+    members are regrouped into complete replicas."""
     gone = set(leavers)
     groups = layout.replicas(members, size)
     whole = [replica for replica in groups if gone.isdisjoint(replica)]
@@ -132,8 +133,8 @@ def remaining(members: Sequence[int], leavers: Collection[int], size: int) -> li
 
 
 def leavers(job: JobView) -> list[int]:
-    """Members that have to leave, with those whose replica they break. The last replica never leaves, because no other
-    has the state."""
+    """Return the members that must leave, with the others in the replicas that they break up. The last replica never
+    leaves, because no other has the state."""
     state = job.state
     departing = state.departing
     if not departing or state.plan is None:
@@ -144,8 +145,8 @@ def leavers(job: JobView) -> list[int]:
 
 
 def of_another_size(job: JobView) -> dict[int, int]:
-    """Slots that would enter but can never train with the others, with the size of their replicas. Those that will
-    start again do not count."""
+    """Return the slots that would enter but can never train with the job, with the size of their replicas. Those that
+    will start again do not count."""
     ranks = ((slot, status) for element in job.ready for slot, status in job.agents[element].ranks.items())
     return {
         slot: status.replica

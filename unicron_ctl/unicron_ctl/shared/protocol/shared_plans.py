@@ -55,7 +55,7 @@ def expand(found: Sequence[tuple[int, int]]) -> list[int]:
     backwards = any(last < first for first, last in found)
     twice = any(after[0] <= before[1] for before, after in pairwise(sorted(found)))
     if backwards or twice or sum(last - first + 1 for first, last in found) > ranges.MOST_SLOTS:
-        raise wire.BadMessage("the plan's members are no runs of slots")
+        raise wire.BadMessage("the plan's members or joiners are not valid runs of slots")
     return [slot for first, last in found for slot in range(first, last + 1)]
 
 
@@ -90,7 +90,9 @@ def whole(part: wire.PlanShare) -> wire.Plan:
     known = _decode_common(part)
     members = expand(known.members)
     if len(members) % known.replica:
-        raise wire.BadMessage(f"the plan's {len(members)} members are no multiple of a replica's {known.replica} ranks")
+        raise wire.BadMessage(
+            f"the plan's {len(members)} members are not a multiple of a replica's {known.replica} ranks"
+        )
     alike = {name: getattr(known, name) for name in _ALIKE}
     return wire.Plan(members=members, joiners=expand(known.joiners), assignment=part.assignment, **alike)
 
