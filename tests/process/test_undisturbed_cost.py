@@ -1,5 +1,5 @@
 """What an undisturbed iteration of a plain module takes under a session, beside the loop of torch's documents that
-takes turns with it: 30 iterations of each. ``benchmarks.cost`` measures the time; here stands what a busy machine
+takes turns with it: 30 iterations of each. ``benchmarks.cases cost`` measures the time; here stands what a busy machine
 cannot change, so that nobody adds a collective, a message or a copy unseen.
 """
 

@@ -20,6 +20,9 @@ TIMES = 1
 # On two cores two ranks may step as fast as three, and the plan would leave it at that.
 SETTINGS = 'slurm = "command"\nslurm_poll_seconds = 0.5\nthroughput = "linear"\n'
 CONFIG = (
+    # Slurm's default. An agent waits for half of it until the controller has seen that Slurm preempts; with the 2 s of
+    # the local cluster a busy machine is too late, and an element that ends by itself is not requeued.
+    "KillWait=30",
     "PreemptType=preempt/partition_prio",
     "PreemptMode=REQUEUE",
     "PartitionName=spot Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=4 OverSubscribe=EXCLUSIVE",

@@ -218,7 +218,8 @@ def parse_rule(raw: Mapping[str, object], causes: Mapping[str, Cause], tested: b
     if not isinstance(raw, Mapping):
         raise _fail("rule", f"must be a table, not {raw!r}")
     where = f"rule {raw.get('id') or raw.get('pattern') or '(no id)'}"
-    rule = Rule(**{"id": "", "kind": "text", "cause": "", **_values(raw, Rule, where)})
+    values = {key: value for key, value in _values(raw, Rule, where).items() if value != ""}
+    rule = Rule(**{"id": "", "kind": "text", "cause": "", **values})
     if rule.kind not in KINDS:
         raise _fail(where, f"kind must be one of {', '.join(KINDS)}, not {rule.kind!r}")
     if rule.cause not in causes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from unicron_ctl.agent.connections.job_environment import Place
 from unicron_ctl.agent.loop.step_reports import StepReports
@@ -53,8 +52,8 @@ class Dumps:
         for slot, (incarnation, dump) in list(self._making.items()):
             if dump.done():
                 del self._making[slot]
-                about: dict[str, Any] = {"job": self._job, "slot": slot, "incarnation": incarnation}
-                self._send(wire.StackTrace(**about, how=dump.how, state=dump.state, text=dump.text))
+                trace = wire.StackTrace(self._job, slot, incarnation, dump.how, dump.state, dump.text)
+                self._send(trace)
 
 
 class Reports:
@@ -76,7 +75,7 @@ class Reports:
         send: Callable[[wire.Message], None],
     ) -> None:
         self._place, self._ranks, self._participant, self._send = place, ranks, participant, send
-        self._me: dict[str, Any] = {"job": place.job, "element": place.element, "agent": identity}
+        self._me = place.job, place.element, identity
         self._vitals, self.sampling, self._copies = Vitals(), sampling, copies
         self._steps = StepReports()
         self._kept: deque[tuple[float, structs.StepReport]] = deque(maxlen=MOST_KEPT)
@@ -125,7 +124,7 @@ class Reports:
         participant.status_due = False
         self._send(
             wire.Status(
-                **self._me,
+                *self._me,
                 sent=time.time(),
                 number=self._number,
                 store=store,
@@ -181,20 +180,20 @@ class Reports:
         """Send step reports outside a status."""
         most = ranges.MOST_STEP_REPORTS
         for first in range(0, len(reports), most):
-            self._send(wire.Steps(**self._me, reports=reports[first : first + most]))
+            self._send(wire.Steps(*self._me, reports=reports[first : first + most]))
 
     def testimony(self, answers: Iterable[tuple[int, list[str]]]) -> None:
         """Send the answers of the witness: (number of the question, words)."""
         for number, words in answers:
-            self._send(wire.ReachAnswer(**self._me, number=number, words=words))
+            self._send(wire.ReachAnswer(*self._me, number=number, words=words))
 
     def node_events(self, again: bool = False) -> None:
         """Send the node's new events; again: all that are kept."""
-        for event in self.node.new_events(**self._me, again=again) if self.node else ():
+        for event in self.node.new_events(*self._me, again=again) if self.node else ():
             self._send(event)
 
     def _metrics(self, now: float) -> None:
         sample = self.sampling.read_sample(now)
         if sample is not None:
             ranks = self._vitals.sample(self._ranks.values(), now)
-            self._send(wire.Metrics(**self._me, host=sample.host, node=sample.node, ranks=ranks))
+            self._send(wire.Metrics(*self._me, host=sample.host, node=sample.node, ranks=ranks))

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from unicron_ctl.shared.protocol import structs, wire
 from unicron_ctl.shared.settings.config import AgentConfig
@@ -148,11 +147,10 @@ class NodeWatch:
             self._add_event("memory", text, "oom_kill", killed)
 
     def _add_event(self, source: str, text: str, code: str, count: int) -> None:
-        sender: dict[str, Any] = {"job": "", "element": 0, "agent": ""}  # new_events fills it in
+        sender = "", 0, ""  # new_events fills it in
         with self._lock:
             self._number += 1
-            about: dict[str, Any] = {"source": source, "text": text, "code": code, "count": count}
-            self._new.append(wire.NodeEvent(**sender, **about, number=self._number, at=time.time()))
+            self._new.append(wire.NodeEvent(*sender, self._number, source, text, time.time(), code, count))
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake, b".")
 
