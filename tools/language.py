@@ -1,6 +1,7 @@
 """Checks the names and docstrings of the product; `make lint` runs it.
 
-Docstrings must begin with a subject or a verb, and those of classes not with a list of fields. Functions must not be
+Docstrings must begin with a subject or a verb, and those of classes must not explain fields: each field has a
+docstring line of its own. Functions must not be
 named by a verb alone, nothing by a past participle alone, and no two modules of one package may have the same name.
 Tests and scripts for the user are not looked at. With paths as arguments, only those are checked.
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = sorted(str(path.parent.relative_to(ROOT)) for path in ROOT.glob("*/unicron*/__init__.py"))
 STARTS = re.compile(r"(As|Of|The same|Those|It|Whose|What|How|Who|Where|Whom)\b|\.\.\.")
-FIELDS = re.compile(r"\w+(, \w+)*: ")
+FIELDS = re.compile(r"(?:^|[.;)`] |\n)\s*`?(\w+)`?(?:(?:,| and) `?\w+`?)*: ")
 VERBS = frozenset(
     "ask begin due enter give hear keep know leave look say settle take tell turn wait".split(),
 )
@@ -43,10 +44,25 @@ def problems(path: Path) -> Iterator[str]:
         where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
         if found := STARTS.match(ast.get_docstring(node) or ""):
             yield f'{where}: the docstring begins with "{found[0]}": begin with a subject or a verb'
-        if isinstance(node, ast.ClassDef) and FIELDS.match(ast.get_docstring(node) or ""):
-            yield f"{where}: the docstring of {node.name} begins with its fields: say first what it is"
+        if isinstance(node, ast.ClassDef):
+            for field in fields_in_docstring(node):
+                yield f"{where}: the docstring of {node.name} explains {field}: a field has its own docstring line"
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.lstrip("_") in VERBS:
             yield f"{where}: {node.name}() does not say what it acts on"
+
+
+def fields_in_docstring(node: ast.ClassDef) -> list[str]:
+    """The fields and attributes of a class that its docstring explains in a paragraph, as "name: ...".
+
+    A numpydoc section has its colon after a space, and an example its own colon after `>>>`.
+    """
+    fields = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    fields |= {
+        one.attr.lstrip("_")
+        for one in ast.walk(node)
+        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store) and ast.unparse(one.value) == "self"
+    }
+    return [name for name in FIELDS.findall(ast.get_docstring(node) or "") if name in fields]
 
 
 def participle(name: str) -> bool:
