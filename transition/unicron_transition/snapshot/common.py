@@ -38,26 +38,31 @@ class Choice(NamedTuple):
 
 
 class There(NamedTuple):
-    """An image in a node's memory. node: the lowest rank there; place, size: the rank and the world that saved it."""
+    """An image in a node's memory."""
 
     node: int
+    """The lowest rank of the node"""
     name: str
     choice: Choice
     place: int
+    """The rank that saved it"""
     size: int
+    """The size of its world"""
 
 
 class Way(NamedTuple):
-    """The source of a rank's part: rank `sender` reads the image in its node."""
+    """The source of a rank's part."""
 
     image: There
     sender: int
+    """The rank that reads the image in its node"""
 
 
 class World(NamedTuple):
-    """The place of this process in its agent's world. folder: None if its node has no memory."""
+    """The place of this process in its agent's world."""
 
     folder: Path | None
+    """None if its node has no memory"""
     rank: int
     size: int
     local: int

@@ -115,9 +115,15 @@ def gather(state: TrainingState, alone: bool = False) -> tuple[Contents, bool]:
 class Copier:
     """Copies the same tensors to the same place repeatedly, with the work for each copy prepared once.
 
-    into: uint8 in the host's memory, just as long as all of them. moving: the tensors that are other ones each time.
     One thread copies tensors in the host's memory without holding Python's lock. Small ones are copied together, since
     each alone would make the training's thread wait for the lock.
+
+    Parameters
+    ----------
+    into
+        Bytes (uint8) in the host's memory, as many as all of them take.
+    moving
+        The numbers of tensors that are other ones each time.
     """
 
     def __init__(
@@ -176,15 +182,14 @@ def read(found: ImagePage) -> tuple[bytes, torch.Tensor]:
 
 @dataclass
 class ImageContent:
-    """An image whose head is sound. Its data are read tensor by tensor on demand.
-
-    places: the index of :class:`Contents`. tensors: (dtype, elements, byte in the file or -1 for the optimizer's step).
-    """
+    """An image whose head is sound. Its data are read tensor by tensor on demand."""
 
     found: ImagePage
     head: Head
     places: list[Any]
+    """The index, as :func:`gather` writes it"""
     tensors: list[tuple[torch.dtype, int, int]]
+    """(dtype, elements, byte in the file or -1 for the optimizer's step)"""
     _checked: bool = False
 
     def tensor(self, number: int) -> torch.Tensor:

@@ -26,12 +26,12 @@ def ring_paths(folder: Path, name: str, slot: int, count: int = BUFFERS) -> list
 
 
 class ImageRing:
-    """Files of one folder that only one process writes, in turn. unmap(path): called before a mapping is released.
-    replace: make each image a new file, so that readers keep their mapping of the old one."""
+    """Files of one folder that only one process writes, in turn."""
 
     def __init__(self, paths: Sequence[Path], unmap: Callable[[Path], None] = lambda path: None, replace: bool = False):
         self.paths = list(paths)
-        self._unmap, self._replace = unmap, replace
+        self._unmap = unmap  # called with a file before its mapping is released
+        self._replace = replace  # make each image a new file, so that readers keep their mapping of the old one
         self._images: dict[Path, Image] = {}
         self._last: Path | None = None  # the file that this process wrote last
 
@@ -122,10 +122,7 @@ def read_cut_note(folder: Path) -> CutOrder:
 
 
 class Cuts:
-    """The cuts of one rank: for each kind of image a ring of files that its other states do not overwrite.
-
-    folder: None keeps nothing. say: called with one line when there is no room. unmap: for the rings.
-    """
+    """The cuts of one rank: for each kind of image a ring of files that its other states do not overwrite."""
 
     def __init__(
         self,
@@ -134,7 +131,9 @@ class Cuts:
         say: Callable[[str], None] = lambda text: None,
         unmap: Callable[[Path], None] = lambda path: None,
     ):
-        self._folder, self._slot, self._say, self._unmap = folder, slot, say, unmap
+        self._folder = folder  # None keeps nothing
+        self._say = say  # called with one line when there is no room
+        self._slot, self._unmap = slot, unmap
         self.wanted = CutOrder()  # set by the channel's thread
         self.unwanted = False  # set by it too: remove all cuts
         self._rings: dict[str, ImageRing] = {}

@@ -165,10 +165,18 @@ class Turn:
     """Parts of a checkpoint that other processes write first. This process's turn comes at :attr:`until`, when the
     others have done nothing for `patience` seconds.
 
-    due: part -> the oldest iteration of which a file will do. exactly: a later one will not do. stall: seconds for
-    which a growing file can pause. A process writes its parts one after the other, so one new or growing file shows
-    that it is at work on all of them. Only changes between two calls count, because a dead process's file does not
-    change, and the file server's clock could differ.
+    A process writes its parts one after the other, so one new or growing file shows that it is at work on all of them.
+    Only changes between two calls count, because a dead process's file does not change, and the file server's clock
+    could differ.
+
+    Parameters
+    ----------
+    due
+        For each part, the oldest iteration of which a file will do.
+    exactly
+        A file of a later iteration will not do.
+    stall
+        The seconds for which a growing file can pause, by default `patience`.
     """
 
     def __init__(

@@ -26,15 +26,16 @@ WORD = 8  # bytes; every tensor begins at a multiple
 
 
 class UntrainedTensors:
-    """The untrained tensors of one rank. folder: for images, None for none. place: of the rank among the `size` places
-    of its replica."""
+    """The untrained tensors of one rank."""
 
     def __init__(
         self, state: TrainingState, folder: Path | None, slot: int, place: int, size: int, say: Callable[[str], None]
     ):
         trained = {each.data_ptr() for each in state.trained_tensors()}
         self._tensors = [each for each in state.model_tensors() if each.numel() and each.data_ptr() not in trained]
-        self._folder, self._slot, self._place, self._size, self._say = folder, slot, place, size, say
+        self._folder = folder  # for images, None for none
+        self._place, self._size = place, size  # the rank's place among the places of its replica
+        self._slot, self._say = slot, say
         self._ring = (
             None if folder is None else ImageRing(ring_paths(folder, UNTRAINED_KIND, slot, MOST_IMAGES), replace=True)
         )

@@ -73,8 +73,8 @@ class Key:
 
 
 class Image:
-    """A new, mapped file of shared memory for an image, in place of any file of that name. The data begin at a page.
-    head_bytes, data_bytes: the most that it can hold.
+    """A new, mapped file of shared memory for an image, in place of any file of that name. It holds up to `head_bytes`
+    and `data_bytes`, and the data begin at a page.
 
     Raises OSError if there is no room. The mapping is released with the last reference to :attr:`data`.
     """

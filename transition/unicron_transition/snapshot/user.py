@@ -79,7 +79,7 @@ def load() -> UserState | None:
 
 # ------------------------------------------------------------ writing
 class _Keeper:
-    """Keeps the states that one process saves. folder: its node's memory."""
+    """Keeps the states that one process saves in the memory of its node."""
 
     def __init__(self, world: World, folder: Path):
         self.world, self._folder = world, folder

@@ -26,14 +26,15 @@ class Unusable(RuntimeError):
 
 
 class Beginnings:
-    """The states with which one rank could begin. writer: its place and layout. memory: the folder of images, if there
-    is one. start: the iteration with which the script begins.
+    """The states with which one rank could begin.
 
     Raises :class:`checkpoint.CheckpointError` if there are checkpoints and none can be used.
     """
 
     def __init__(self, memory: Path | None, checkpoints: Checkpoints | None, start: int, writer: Writer):
-        self._memory, self._checkpoints, self._start, self._writer = memory, checkpoints, start, writer
+        self._memory, self._checkpoints = memory, checkpoints
+        self._start = start  # the iteration with which the script begins
+        self._writer = writer  # the rank's place and layout
         self.untouched = True  # the state is still the script's own
         self._images: list[image_format.ImagePage] = []
         self._files: list[WholeCheckpoint] = []

@@ -158,10 +158,7 @@ def _buffers(tensors: Sequence[Tensor]) -> Buffers:
 
 # ------------------------------------------------------------ the parameters in them
 class _Model:
-    """The parameters of every rank. order: of the parameters in a layer; tensor, pipeline: sizes of the parallelisms.
-
-    Raises BadCheckpoint for parameters whose order is unknown.
-    """
+    """The parameters of every rank. Raises BadCheckpoint for parameters whose order is unknown."""
 
     def __init__(self, index: Index, order: Sequence[str], tensor: int, pipeline: int):
         self._tensors = {each.name: each for each in index.parameters()}
@@ -174,7 +171,7 @@ class _Model:
             raise BadCheckpoint(
                 f"the place of {unknown} in its distributed optimizer's buckets (dp_reshardable) is unknown: {INSTEAD}"
             )
-        self._tensor, self._pipeline = tensor, pipeline
+        self._tensor, self._pipeline = tensor, pipeline  # sizes of tensor and pipeline parallelism
         counts = {self._tensors[name].shape[0] for name in self._layered}
         if len(counts) > 1:
             raise _Unfit

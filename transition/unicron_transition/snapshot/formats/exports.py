@@ -38,8 +38,17 @@ def form_of(given: str) -> str:
 
 
 class Exports:
-    """The exports of one rank. folder: the job's checkpoints. form: one of `format_table.EXPORTS`. table: the names of
-    `Checkpoints.begin_names`, under which a format that holds weights only is written."""
+    """The exports of one rank.
+
+    Parameters
+    ----------
+    folder
+        The job's checkpoints.
+    form
+        One of `format_table.EXPORTS`.
+    table
+        The names of `Checkpoints.begin_names`, under which a format that holds weights only is written.
+    """
 
     def __init__(self, folder: Path, form: str, table: str = ""):
         self._folder, self._form = folder.absolute(), form

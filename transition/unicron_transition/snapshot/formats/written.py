@@ -26,16 +26,13 @@ class Options:
     """The options of an export."""
 
     names: str = ""
-    """The table of Hugging Face's names (`names.choose`)."""
-
+    """The table of Hugging Face's names (`names.choose`)"""
     config: Path | None = None
-    """The model's config.json."""
-
+    """The model's config.json"""
     dtype: str = ""
-    """The precision of the model's tensors, "" for that of the model."""
-
+    """The precision of the model's tensors, "" for that of the model"""
     say: Callable[[str], None] = lambda line: None
-    """Called with each line for people."""
+    """Called with each line for people"""
 
 
 @dataclass(frozen=True)
