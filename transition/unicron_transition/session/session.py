@@ -187,9 +187,9 @@ class Session(Training):
         """End the training after this iteration, on all ranks; one request is enough. Safe in a signal handler."""
         self._stop_wanted = True
 
-    def note_arguments(self, arguments: Mapping[str, Any]) -> None:
+    def note_arguments(self, arguments: Mapping[str, object]) -> None:
         """Note Megatron-LM's arguments about the model, which checkpoints hold for exports."""
-        self._state.facts.setdefault("arguments", {}).update(arguments)
+        self._state.facts.arguments.update(arguments)
 
     def finish(self) -> None:
         """Write the last checkpoint, and leave the job: the training and the evaluations after it are over. Iterating

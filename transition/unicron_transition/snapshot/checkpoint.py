@@ -86,21 +86,35 @@ class Writer:
 
 
 class Checkpoints:
-    """The checkpoints of one job in `folder`, which all its nodes share.
+    """The checkpoints of one job. A failed write is reported, and the next one is tried when it is due.
 
-    interval: iterations between two checkpoints, minutes: minutes between them. minutes "auto", the default if neither
-    is given, weighs the cost of a save against the risk of a loss (`save_interval`). With 0 for both there is one at
-    the end only. UNICRON_CHECKPOINT_MINUTES overrides `minutes`. keep: how many are kept. A failed write is reported,
-    and the next one is tried when it is due.
+    Parameters
+    ----------
+    folder
+        Shared by all nodes of the job.
+    interval
+        Iterations between two checkpoints; 0 for none by iteration.
+    keep
+        The number of checkpoints that are kept.
+    minutes
+        Minutes between two checkpoints; 0 for none by the clock. "auto", the default without an interval, weighs
+        the cost of a save against the risk of a loss (`save_interval`). UNICRON_CHECKPOINT_MINUTES overrides it. With
+        0 here and in `interval` only the end of the training is saved.
+    begin_from
+        A checkpoint of another job or format to begin with while there is no checkpoint of this job:
+        Megatron-LM's `torch_dist` or `torch`, torch DCP, safetensors.
+    begin_names
+        The table of names, if the model has other names there and none of ours fits.
+    begin_with
+        "all", or "model" for the parameters alone, from iteration 0.
+    export
+        Also write a requested checkpoint (SIGUSR2) in this format, under FOLDER/FORMAT: torch_dist, dcp,
+        safetensors. UNICRON_CHECKPOINT_EXPORT overrides it.
 
-    begin_from: a checkpoint of another job or format to begin with while there is no checkpoint of this job:
-    Megatron-LM's `torch_dist` or `torch`, torch DCP, safetensors. begin_names: the table of names, if the model has
-    other names there and none of ours fits. begin_with: "all", or "model" for the parameters alone, from iteration 0.
-
-    export: also write a requested checkpoint (SIGUSR2) in this format, under FOLDER/FORMAT: torch_dist, dcp,
-    safetensors. UNICRON_CHECKPOINT_EXPORT overrides it.
-
-    Raises ValueError for a setting that makes no sense.
+    Raises
+    ------
+    ValueError
+        A setting makes no sense.
     """
 
     needs_beginning = True  # no checkpoint in `begin_from` is an error
@@ -421,7 +435,7 @@ def _assemble(state: TrainingState, files: list[contents.ImageContent], folder: 
     there, mine = files[0].head.facts, state.facts
     if why := other_heads(there, mine):
         raise _other_model(folder, why)
-    for difference in other_arithmetic(there.get("arguments") or {}, mine.get("arguments") or {}):
+    for difference in other_arithmetic(there.arguments, mine.arguments):
         warn(f"{folder} is of another model: {difference}")
     sources: dict[str, list[parts.Source]] = defaultdict(list)
     saved: dict[str, list[parts.SavedState]] = defaultdict(list)

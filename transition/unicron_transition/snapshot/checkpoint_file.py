@@ -38,7 +38,8 @@ from unicron_transition.snapshot.image_format import (
     read_page,
     write_note,
 )
-from unicron_transition.snapshot.reading import Settings, unpack
+from unicron_transition.snapshot.model_facts import ModelFacts
+from unicron_transition.snapshot.reading import PlainValues, unpack, values_in
 
 NOTE = "files.msgpack"  # the note beside the images with the folder of their checkpoints
 ASIDE = "due-"  # the start of the second name of an image
@@ -78,31 +79,27 @@ class Head:
     """The part of a training state that is not a tensor."""
 
     iteration: int
-
     layout: str
-    """The layout, as people write it."""
-
-    groups: list[Settings]
-    scheduler: Settings | None
-    scales: list[Settings]
+    """The layout, as people write it"""
+    groups: list[PlainValues]
+    """The settings of the optimizer's groups of parameters"""
+    scheduler: PlainValues | None
+    """The state of the learning-rate schedule"""
+    scales: list[PlainValues]
+    """The states of the gradient scalers"""
     seed: int
     loss: float | None
-
     step: float
-    """The optimizer's step, if it is in no tensor."""
-
+    """The optimizer's step, if it is in no tensor"""
     untrained: str
-    """The mark of the image whose data follow these in a checkpoint file."""
-
+    """The mark of the image whose data follow these in a checkpoint file"""
     about: bytes
-    """The description of the tensors, MessagePack (:mod:`contents`)."""
-
-    facts: Settings = field(default_factory=dict)
-    """Facts about the model for an export (:mod:`model_facts`)."""
+    """The description of the tensors, MessagePack (:mod:`contents`)"""
+    facts: ModelFacts = field(default_factory=ModelFacts)
 
     def pack(self) -> bytes:
         """Return the head as MessagePack."""
-        packed: bytes = msgpack.packb(vars(self))
+        packed: bytes = msgpack.packb(vars(self) | {"facts": vars(self.facts)})
         return packed
 
 
@@ -110,8 +107,9 @@ def head_of_file(page: ImagePage) -> Head:
     """Read the head of an image that is, or could become, a checkpoint file. Raises BadImage, OSError."""
     head = page.head()
     try:
-        return Head(**unpack(file_head(page.key, head)))
-    except (KeyError, TypeError, ValueError) as error:
+        content = unpack(file_head(page.key, head))
+        return Head(**content | {"facts": ModelFacts.of(values_in(content, "facts"))})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadImage(f"{page.path}: not a training state of this release ({error})") from None
 
 

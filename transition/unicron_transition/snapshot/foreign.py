@@ -65,7 +65,7 @@ class Foreign:
         if found is not None and (wrong := own.check(found)):
             raise BadCheckpoint(wrong[0])
         mine = {box.name: box.whole for _, boxes, _ in parts.places(state.model) for box in boxes}
-        of_megatron, known = bool(state.facts.get("heads")), any(name in index.tensors for name in mine)
+        of_megatron, known = bool(state.facts.heads), any(name in index.tensors for name in mine)
         if self.wanted.renames or (of_megatron and not known and index.format != own.FORMAT):
             index = names.rename(index, self.wanted.names, state.facts)
         index = _of_plain(index, state.model)
@@ -75,7 +75,7 @@ class Foreign:
         for line in index.common.losses():
             inform(line)
         if of_megatron:
-            _say_unproven(self.folder, index, state.facts.get("arguments") or {})
+            _say_unproven(self.folder, index, state.facts.arguments)
         if any(getattr(getattr(c, "module", c), TIED, False) for c in state.model):
             _check_tied(index)
         parts.restore(state.model, state.optimizer, blocks)
@@ -97,7 +97,7 @@ def _say_rows(index: Index, mine: Mapping[str, Sequence[int]]) -> None:
             warn(f"{name} has {rows} rows there and {here} here: {rest}; that is right for padding only")
 
 
-def _say_unproven(folder: Path, index: Index, mine: Mapping[str, Any]) -> None:
+def _say_unproven(folder: Path, index: Index, mine: Mapping[str, object]) -> None:
     """Warn of differences between the models that no weight shows. mine: Megatron-LM's arguments for the model here."""
     args = index.common.args
     for difference in other_arithmetic(args, mine):
@@ -182,7 +182,7 @@ class _Blocks:
             found[:count] = _as_torch(tensor, box.offset, (count, *box.extent[1:]), kind)
         return found
 
-    def state(self, box: parts.Box, owner: Any) -> tuple[Sequence[str], Mapping[str, Any]]:
+    def state(self, box: parts.Box, owner: Any) -> tuple[Sequence[str], Mapping[str, object]]:
         if not self._optimizer or owner is None or box.name not in self._index.tensors:
             return (), {}
         found = {key: tensor for key, tensor in self._index.states(box.name).items() if key not in MAINS}

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -22,8 +22,8 @@ import torch.distributed as dist
 from unicron_detector.chaos.inject import injector
 from unicron_detector.processes.rank_messages import Fault
 from unicron_transition.iteration.accumulation import scalers
-from unicron_transition.snapshot.model_facts import model_facts
-from unicron_transition.snapshot.reading import Settings
+from unicron_transition.snapshot.model_facts import ModelFacts, model_facts
+from unicron_transition.snapshot.reading import PlainValues, number_in
 from unicron_transition.snapshot.tensor_transfer import (
     as_tensor,
     broadcast,
@@ -59,7 +59,7 @@ class TrainingState:
         )
 
     @functools.cached_property
-    def facts(self) -> Settings:
+    def facts(self) -> ModelFacts:
         """The facts about the model that an export needs."""
         return model_facts(self.model)
 
@@ -67,31 +67,31 @@ class TrainingState:
         outer = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [getattr(optimizer, "optimizer", optimizer) for optimizer in outer]
 
-    def _groups(self) -> Iterator[tuple[Any, Settings]]:
+    def _groups(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         for inner in self._inner_optimizers():
             for group in inner.param_groups:
                 yield inner, group
 
-    def _plain_groups(self) -> list[Settings]:
+    def _plain_groups(self) -> list[PlainValues]:
         return plain(group for _, group in self._groups())
 
-    def schedule(self) -> Settings | None:
+    def schedule(self) -> PlainValues | None:
         """Return the state of the learning-rate schedule."""
         return self.scheduler.state_dict() if self.scheduler is not None else None
 
-    def adopt_schedule(self, saved: Settings | None) -> None:
+    def adopt_schedule(self, saved: PlainValues | None) -> None:
         """Load such a state."""
         if self.scheduler is not None:
             if hasattr(self.scheduler, "num_steps"):
                 self.scheduler.num_steps = 0  # Megatron's load_state_dict adds to it
             self.scheduler.load_state_dict(saved)
 
-    def scales(self) -> list[Settings]:
+    def scales(self) -> list[PlainValues]:
         """Return each fp16 gradient scaler's state: the scale, and the count of good or skipped steps since it
         changed."""
         return [as_plain(scaler.state_dict()) for scaler in scalers(self.optimizer)]
 
-    def adopt_scales(self, saved: Sequence[Settings]) -> None:
+    def adopt_scales(self, saved: Sequence[PlainValues]) -> None:
         """Load such a state. Raises StateMismatch if it is of other scalers."""
         mine = scalers(self.optimizer)
         if [set(scaler.state_dict()) for scaler in mine] != [set(each) for each in saved]:
@@ -102,7 +102,9 @@ class TrainingState:
             before = scaler.state_dict()
             scaler.load_state_dict({key: as_before(before[key], value) for key, value in values.items()})
 
-    def adopt_progress(self, groups: Sequence[Settings], schedule: Settings | None, scales: Sequence[Settings]) -> None:
+    def adopt_progress(
+        self, groups: Sequence[PlainValues], schedule: PlainValues | None, scales: Sequence[PlainValues]
+    ) -> None:
         """Load the settings of groups, the schedule and the gradient scalers from a file. With Megatron's schedule,
         which sets the others, only the step counts of groups are loaded."""
         own = hasattr(self.scheduler, "num_steps")
@@ -113,7 +115,7 @@ class TrainingState:
         if self.scheduler is not None and schedule is not None:
             if own:  # of Megatron's schedule only the progress is taken: the script sets the rest
                 self.scheduler.num_steps = 0
-                self.scheduler.step(increment=int(schedule["num_steps"]))
+                self.scheduler.step(increment=number_in(schedule, "num_steps"))
             else:
                 self.scheduler.load_state_dict(schedule)
         with contextlib.suppress(StateMismatch):  # written in another precision: the scale starts afresh
@@ -145,7 +147,7 @@ class TrainingState:
         return checksum(as_tensor(msgpack.packb([groups, self.schedule(), self.scales()])))
 
     @staticmethod
-    def _layout(state: Settings) -> Settings:
+    def _layout(state: Mapping[str, object]) -> PlainValues:
         """Return [dtype, shape, device type] for each tensor, and plain values as they are, by key."""
         return {
             key: [str(value.dtype), list(value.shape), value.device.type] if isinstance(value, torch.Tensor) else value
@@ -195,7 +197,7 @@ class TrainingState:
                 yield from (state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor))
 
 
-def plain(groups: Iterable[Settings]) -> list[Settings]:
+def plain(groups: Iterable[Mapping[str, object]]) -> list[PlainValues]:
     """Return an optimizer's parameter groups without the parameters."""
     return [as_plain({key: value for key, value in group.items() if key != "params"}) for group in groups]
 

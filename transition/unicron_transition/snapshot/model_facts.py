@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unicron_transition.snapshot.reading import Settings
+from unicron_transition.snapshot.reading import PlainValues, number_in, values_in
 
 # The arguments that Megatron-LM's `--load` compares and `--use-checkpoint-args` takes. Megatron's configuration has
 # these under the same names.
@@ -53,16 +54,55 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "square
 ACTIVATIONS |= dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "fast_gelu"), "gelu")
 
 
-def other_heads(there: Mapping[str, Any], mine: Mapping[str, Any], here: str = "here") -> str:
+@dataclass
+class ModelFacts:
+    """The facts about one model. 0, "" and None stand for unknown ones."""
+
+    dtype: str = ""
+    """The type of its parameters, if they have one"""
+    heads: int = 0
+    groups: int = 0
+    """Groups of heads that share keys and values"""
+    channels: int = 0
+    """The size of a head"""
+    gated: bool | None = None
+    """Its layers are gated"""
+    vocabulary: int = 0
+    """The size without padding"""
+    arguments: PlainValues = field(default_factory=dict)
+    """Megatron-LM's arguments for it"""
+
+    @classmethod
+    def of(cls, saved: Mapping[str, object]) -> ModelFacts:
+        """Read the facts of a checkpoint. Raises TypeError."""
+        dtype, gated = saved.get("dtype"), saved.get("gated")
+        return cls(
+            dtype if isinstance(dtype, str) else "",
+            number_in(saved, "heads"),
+            number_in(saved, "groups"),
+            number_in(saved, "channels"),
+            gated if isinstance(gated, bool) else None,
+            number_in(saved, "vocabulary"),
+            values_in(saved, "arguments"),
+        )
+
+    def or_else(self, others: ModelFacts) -> ModelFacts:
+        """Return these facts, with those of `others` in place of unknown ones."""
+        unknown = vars(ModelFacts())
+        return replace(others, **{name: value for name, value in vars(self).items() if value != unknown[name]})
+
+
+def other_heads(there: ModelFacts, mine: ModelFacts, here: str = "here") -> str:
     """Describe how the other model's heads are cut differently; "" if they are not, or it is unknown. here: the place
     of this model, in words."""
     for fact, argument in HEADS.items():
-        if there.get(fact) and mine.get(fact) and there[fact] != mine[fact]:
-            return f"its {argument} is {there[fact]}, and {here} it is {mine[fact]}"
+        one, other = getattr(there, fact), getattr(mine, fact)
+        if one and other and one != other:
+            return f"its {argument} is {one}, and {here} it is {other}"
     return ""
 
 
-def other_arithmetic(there: Mapping[str, Any], mine: Mapping[str, Any], here: str = "here") -> list[str]:
+def other_arithmetic(there: Mapping[str, object], mine: Mapping[str, object], here: str = "here") -> list[str]:
     """List differences between the arithmetic of two models that no weight shows. there, mine: Megatron-LM's arguments.
     here: the place of this model, in words."""
     names = [*UNPROVEN, *(UNPROVEN_OF_EXPERTS if mine.get("num_experts") else ())]
@@ -83,9 +123,8 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def model_facts(model: Sequence[Any]) -> Settings:
-    """Return the facts about a model: the type of its parameters, if they have one, and for a Megatron model how its
-    attention's heads are cut, whether its layers are gated, and Megatron-LM's arguments for it."""
+def model_facts(model: Sequence[Any]) -> ModelFacts:
+    """Return the facts about a model: the type of its parameters, and the others for a Megatron model."""
     kinds: set[str] = set()
     config, found_in = None, None
     for chunk in model:
@@ -93,20 +132,21 @@ def model_facts(model: Sequence[Any]) -> Settings:
         kinds |= {str(each.dtype).removeprefix("torch.") for each in module.parameters()}
         if hasattr(module, "sharded_state_dict"):
             config, found_in = getattr(module, "config", None), module
-    found: Settings = {"dtype": kinds.pop() if len(kinds) == 1 else ""}
-    if config is not None and getattr(config, "num_attention_heads", None):
-        heads = int(config.num_attention_heads)
-        found |= {
-            "heads": heads,
-            "groups": int(getattr(config, "num_query_groups", None) or heads),
-            "channels": int(getattr(config, "kv_channels", None) or 0),
-            "gated": bool(getattr(config, "gated_linear_unit", False)),
-            "arguments": _arguments(config, getattr(found_in, "module", found_in)),
-        }
-    return found
+    dtype = kinds.pop() if len(kinds) == 1 else ""
+    if config is None or not getattr(config, "num_attention_heads", None):
+        return ModelFacts(dtype)
+    heads = int(config.num_attention_heads)
+    return ModelFacts(
+        dtype,
+        heads,
+        groups=int(getattr(config, "num_query_groups", None) or heads),
+        channels=int(getattr(config, "kv_channels", None) or 0),
+        gated=bool(getattr(config, "gated_linear_unit", False)),
+        arguments=_arguments(config, getattr(found_in, "module", found_in)),
+    )
 
 
-def _arguments(config: Any, model: Any) -> Settings:
+def _arguments(config: Any, model: Any) -> PlainValues:
     """Return the arguments with which Megatron-LM would build the model, whose script need not be Megatron-LM's."""
     found = {name: getattr(config, name, None) for name in OF_CONFIG}
     found |= {name: getattr(config, its, None) for name, its in OTHER_NAMES.items()}
@@ -122,7 +162,7 @@ def _arguments(config: Any, model: Any) -> Settings:
     return {name: value for name, value in found.items() if _plain(value)}
 
 
-def of_megatron_lm(args: Any) -> Settings:
+def of_megatron_lm(args: Any) -> PlainValues:
     """Return the arguments of Megatron-LM that describe the model."""
     names = (*OF_CONFIG, *OTHER_NAMES, *OF_MODEL, *OTHERS)
     return {name: value for name in names if _plain(value := getattr(args, name, None))}

@@ -17,7 +17,6 @@ import torch
 
 from unicron_transition.seams import elastic_buckets
 from unicron_transition.snapshot.formats.index import box_of, overlap, tiles
-from unicron_transition.snapshot.reading import Settings
 
 PARAMETER = "parameter"
 
@@ -53,7 +52,7 @@ class Part:
     """The first of these elements in it"""
     tensors: dict[str, torch.Tensor]
     """The parameter and the optimizer's tensors, flat, by key"""
-    others: Settings = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
     """Other values that the optimizer keeps for the parameter, such as a step count, by key"""
     duplicate: bool = False
     """Another rank of the replica holds the same, such as a tied embedding"""
@@ -227,7 +226,7 @@ class SavedState(NamedTuple):
 
     box: Box
     keys: Sequence[str]
-    others: Mapping[str, Any]
+    others: Mapping[str, object]
 
 
 def assemble(box: Box, key: str, sources: Sequence[Source]) -> torch.Tensor:
@@ -280,12 +279,12 @@ class Blocks(Protocol):
     def read(self, box: Box, key: str) -> torch.Tensor:
         """Read a block of one kind. Shape: the box's extent. Raises :class:`Missing`."""
 
-    def state(self, box: Box, owner: Any) -> tuple[Sequence[str], Mapping[str, Any]]:
+    def state(self, box: Box, owner: Any) -> tuple[Sequence[str], Mapping[str, object]]:
         """Return the keys of the tensors and the other values that torch's optimizer `owner` had for this block."""
 
 
 class AssembledBlocks:
-    """The blocks of parts of any layout. sources, saved: by tensor name."""
+    """The blocks of parts of any layout, by tensor name."""
 
     def __init__(self, sources: Mapping[str, Sequence[Source]], saved: Mapping[str, Sequence[SavedState]]):
         self._sources, self._saved = sources, saved
@@ -295,7 +294,7 @@ class AssembledBlocks:
             raise Missing(f"{box.name} is not there")
         return assemble(box, key, self._sources[box.name])
 
-    def state(self, box: Box, owner: Any) -> tuple[Sequence[str], Mapping[str, Any]]:
+    def state(self, box: Box, owner: Any) -> tuple[Sequence[str], Mapping[str, object]]:
         """Return the state of this very block: layers that are blocks of one tensor need not all be trained."""
         saved = self._saved.get(box.name, ())
         return next(((each.keys, each.others) for each in saved if overlap(box.place, each.box.place)), ((), {}))
@@ -319,11 +318,11 @@ def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
 
 
 def _restore_state(
-    own: _OptimizerPart, values: Mapping[str, torch.Tensor], keys: Iterable[str], others: Mapping[str, Any]
+    own: _OptimizerPart, values: Mapping[str, torch.Tensor], keys: Iterable[str], others: Mapping[str, object]
 ) -> None:
     cut = slice(own.begin, own.end)
     own.main.detach().view(-1).copy_(values[PARAMETER][cut])
-    state: Settings = {
+    state: dict[str, object] = {
         key: values[key][cut].to(own.main.device, copy=True).view(own.main.shape) for key in sorted(keys)
     }
     for key, value in others.items():

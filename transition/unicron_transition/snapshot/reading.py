@@ -13,13 +13,13 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgpack
 
-Settings = dict[str, Any]  # plain values by name: of an optimizer's group, a schedule, a scaler, a program's arguments
+PlainValues = dict[str, object]  # by name: of an optimizer's group, a schedule, a scaler, a program's arguments
 PIECE = 1 << 22  # bytes
 LEAST_LISTS = 1000
 # A file can have ROOM bytes plus DENSE times the bytes that are written in it. A sparse file could have any length, but
@@ -187,6 +187,22 @@ def unpack(data: bytes) -> Any:
         return value
 
     return msgpack.unpackb(data, strict_map_key=False, list_hook=count, object_hook=count)
+
+
+def number_in(values: Mapping[str, object], name: str) -> int:
+    """Return the whole number of this name, 0 if there is none. Raises TypeError for any other value."""
+    value = values.get(name) or 0
+    if not isinstance(value, int):
+        raise TypeError(f"{name} is {str(value)[:40]!r}, no whole number")
+    return value
+
+
+def values_in(values: Mapping[str, object], name: str) -> PlainValues:
+    """Return the dictionary of this name, empty if there is none. Raises TypeError for any other value."""
+    found = values.get(name) or {}
+    if not isinstance(found, dict):
+        raise TypeError(f"{name} is {str(found)[:40]!r}, no dictionary")
+    return found
 
 
 def pieces(file: BinaryIO, path: Path, begin: int, size: int) -> Iterator[bytearray]:

@@ -161,8 +161,8 @@ def test_tensors_stand_one_behind_the_other_or_where_the_head_says_so(tmp_path: 
     values = torch.arange(64, dtype=torch.float32)
     kinds = [("float32", 2), ("float32", 3, 128), ("float32", 2, STEP), ("uint8", 4), ("float32", 1)]
     about = msgpack.packb({"index": [], "tensors": kinds})
-    head = vars(Head(1, "TP1", [], None, [], 0, None, 9.0, "", about))
-    told = open_image(image(tmp_path, msgpack.packb(head), values))
+    head = Head(1, "TP1", [], None, [], 0, None, 9.0, "", about)
+    told = open_image(image(tmp_path, head.pack(), values))
     assert [told._read(number).tolist() for number in range(len(kinds))] == [
         [0.0, 1.0],
         [32.0, 33.0, 34.0],

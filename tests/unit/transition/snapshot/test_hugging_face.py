@@ -207,7 +207,7 @@ def test_a_folder_of_pickles_is_found_below_and_says_what_its_config_says(tmp_pa
     (tmp_path / "checkpoint-5" / "config.json").write_text(json.dumps({"num_attention_heads": 4, "vocab_size": 9}))
     assert opening.hint(tmp_path).endswith(f" show {tmp_path / 'checkpoint-5'}")
     facts = opening.index_of(tmp_path / "checkpoint-5").common.facts
-    assert (facts["heads"], facts["vocabulary"]) == (4, 9)
+    assert (facts.heads, facts.vocabulary) == (4, 9)
 
 
 @pytest.mark.parametrize("variant", ["", ".fp16"])

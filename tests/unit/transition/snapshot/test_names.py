@@ -13,6 +13,7 @@ from tests.support.texts import masked, raises_text
 from unicron_transition.snapshot import foreign
 from unicron_transition.snapshot.formats import convert, megatron_arguments, names, opening
 from unicron_transition.snapshot.formats.index import BadCheckpoint
+from unicron_transition.snapshot.model_facts import ModelFacts
 
 HEADS, GROUPS, SIZE, HIDDEN, INNER, WORDS, LAYERS = 4, 2, 3, 12, 20, 11, 2
 NAMED = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS}
@@ -84,7 +85,7 @@ def test_a_llama_comes_back_bit_for_bit(tmp_path, of_llama, pickled):
 
 
 def test_queries_keys_and_values_lie_by_groups_in_megatron(of_llama):
-    found = names.rename(opening.index_of(of_llama), "", {})
+    found = names.rename(opening.index_of(of_llama), "", ModelFacts())
     rows = torch.from_numpy(found.tensors[QKV].read().copy()).view(torch.bfloat16)[1]
     q, k, v = (llama()[f"model.layers.1.self_attn.{one}_proj.weight"].view(-1, SIZE, HIDDEN) for one in "qkv")
     wanted = torch.cat([torch.cat([q[2 * g : 2 * g + 2], k[g : g + 1], v[g : g + 1]]) for g in range(GROUPS)])
@@ -96,7 +97,7 @@ def test_queries_keys_and_values_lie_by_groups_in_megatron(of_llama):
 
 def test_a_gpt2_comes_back_bit_for_bit_and_its_columns_are_rows(tmp_path):
     folder = saved(tmp_path / "hf", gpt2(), n_head=HEADS)
-    index = names.rename(opening.index_of(folder), "", {})
+    index = names.rename(opening.index_of(folder), "", ModelFacts())
     proj = index.tensors["decoder.layers.mlp.linear_fc2.weight"].read()
     assert np.array_equal(proj[1], gpt2()["transformer.h.1.mlp.c_proj.weight"].numpy().T)
     convert.import_(opening.index_of(folder), tmp_path / "own")
@@ -117,7 +118,7 @@ def test_a_model_that_is_saved_without_its_head_lacks_a_prefix(tmp_path, made, s
     same(tmp_path / "back", whole)
     save_file(base | {"extra.weight": torch.ones(2)}, folder / "model.safetensors")
     with raises_text(BadCheckpoint, snapshot, tmp_path):
-        names.rename(opening.index_of(folder), "", {})
+        names.rename(opening.index_of(folder), "", ModelFacts())
 
 
 @pytest.mark.parametrize("through", ["", "own", "dcp"])
@@ -169,7 +170,7 @@ def test_arguments_that_are_not_known_are_said(tmp_path, snapshot):
 def test_gpt2_as_it_is_on_the_hub_with_a_head_beside_it(tmp_path):
     base = {name.removeprefix("transformer."): tensor for name, tensor in gpt2().items()}
     folder = saved(tmp_path / "hf", base | {"lm_head.weight": torch.ones(WORDS, HIDDEN)}, n_head=HEADS)
-    found = names.rename(opening.index_of(folder), "", {})
+    found = names.rename(opening.index_of(folder), "", ModelFacts())
     assert found.tensors["output_layer.weight"].read().all()
     assert found.tensors[QKV].shape == (LAYERS, 3 * HIDDEN, HIDDEN)
 
@@ -180,7 +181,7 @@ def test_consolidated_files_of_mistrals_are_not_read_beside_others_and_alone_ref
     (of_llama / "model.safetensors").unlink()
     index = opening.index_of(of_llama)
     for refused in (
-        lambda: names.rename(index, "", {}),
+        lambda: names.rename(index, "", ModelFacts()),
         lambda: convert.import_(index, tmp_path / "own"),
         lambda: convert.export(index, tmp_path / "out", "torch_dist"),
     ):
@@ -192,7 +193,7 @@ def test_consolidated_files_of_mistrals_are_not_read_beside_others_and_alone_ref
 def test_a_tensor_without_a_place_is_no_tensor_left_out(tmp_path, snapshot):
     folder = saved(tmp_path / "hf", llama() | {"model.extra.weight": torch.ones(2)}, **NAMED)
     with raises_text(BadCheckpoint, snapshot, tmp_path):
-        names.rename(opening.index_of(folder), "llama", {"groups": GROUPS})
+        names.rename(opening.index_of(folder), "llama", ModelFacts(groups=GROUPS))
 
 
 def test_a_table_of_ones_own(tmp_path, of_llama):
@@ -209,7 +210,7 @@ def test_a_table_of_ones_own(tmp_path, of_llama):
 
 def test_the_number_of_heads_has_to_be_known(tmp_path, snapshot):
     with raises_text(BadCheckpoint, snapshot, tmp_path):
-        names.rename(opening.index_of(saved(tmp_path / "hf", llama())), "", {})
+        names.rename(opening.index_of(saved(tmp_path / "hf", llama())), "", ModelFacts())
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 1), (2, 2), (8, 2)])
@@ -303,6 +304,15 @@ def test_a_config_of_another_model_is_refused_and_fills_what_is_not_known(tmp_pa
     convert.export(opening.index_of(tmp_path / "own"), tmp_path / "out", "torch_dist", config=config)
     told = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=False)["args"]
     assert told.rotary_base == 77 and told.num_attention_heads == HEADS
+
+
+def test_a_config_does_not_hide_that_the_layers_are_not_gated(tmp_path, of_llama):
+    """Defect: the layer of another model was cut into Llama's gate and up projections."""
+    convert.import_(opening.index_of(of_llama), tmp_path / "own")
+    index, lines = opening.index_of(tmp_path / "own"), list[str]()
+    index.common.facts.gated = False
+    convert.export(index, tmp_path / "out", "safetensors", config=of_llama / "config.json", say=lines.append)
+    assert any("no table of names fits this model" in line for line in lines)
 
 
 def test_what_no_weight_shows_is_said_by_an_import_and_kept(tmp_path, capfd, snapshot):

@@ -52,7 +52,7 @@ def _adopt(index: Index, config: Path | None) -> None:
     wrong = [other_heads(facts, common.facts, here), *other_arithmetic(args, common.args, here)]
     if difference := next(filter(None, wrong), ""):
         raise BadCheckpoint(f"{config} is of another model ({difference}): give this model's")
-    common.facts = facts | {key: value for key, value in common.facts.items() if value}
+    common.facts = common.facts.or_else(facts)
     common.args = args | {key: value for key, value in common.args.items() if value is not None}
 
 
@@ -70,8 +70,8 @@ def import_(
     if table or (theirs and names.choose("", index, to_theirs=False) is not None):
         index = names.rename(index, table, index.common.facts)
     kinds = {tensor.dtype for tensor in index.parameters() if index.states(tensor.name)}
-    if len(kinds) == 1 and not index.common.facts.get("dtype"):
-        index.common.facts["dtype"] = kinds.pop()
+    if len(kinds) == 1 and not index.common.facts.dtype:
+        index.common.facts.dtype = kinds.pop()
     return _undone(out, lambda: own.write(out, index))
 
 

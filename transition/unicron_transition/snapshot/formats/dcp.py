@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,20 @@ from unicron_transition.snapshot.formats.index import (
     Tensor,
     check_name,
     check_shape,
+    group_steps,
     some,
 )
 from unicron_transition.snapshot.formats.pickles import TensorReference, archive, plain, unpickle
-from unicron_transition.snapshot.reading import ROOM, Settings, count_written, parse_json, read_small
+from unicron_transition.snapshot.model_facts import ModelFacts
+from unicron_transition.snapshot.reading import (
+    ROOM,
+    PlainValues,
+    count_written,
+    number_in,
+    parse_json,
+    read_small,
+    values_in,
+)
 
 DCP, TORCH_DIST = "dcp", "torch_dist"
 SUFFIX = ".distcp"  # of the files with the tensors
@@ -258,7 +268,7 @@ def _optimizers(objects: Objects, names: Iterable[str]) -> dict[str, set[str]]:
     return found
 
 
-def _schedule(objects: Objects) -> Settings | None:
+def _schedule(objects: Objects) -> PlainValues | None:
     """Take the state of a torch schedule out of the objects; None if there is none, or it is nested."""
     for root in SCHEDULES:
         mine = {name.removeprefix(f"{root}."): each for name, each in objects.items() if name.startswith(f"{root}.")}
@@ -286,7 +296,7 @@ def _adopt_torchs_optimizer(index: Index, objects: Objects) -> None:
     ROOT.state.NAME.KEY and ROOT.param_groups.NUMBER.KEY. State with other names is left out, with a reason."""
     of_model = {name for name in index.tensors if name.partition(".")[0] not in OPTIMIZER_ROOTS}
     heads = dict.fromkeys(["model.", "", *(f"{name.partition('.')[0]}." for name in of_model)])
-    groups: dict[str, Settings] = {}
+    groups: dict[str, PlainValues] = {}
     unknown = ""
     for name in [*index.tensors, *objects]:
         root, _, rest = name.partition(".")
@@ -329,9 +339,9 @@ def _value(tensor: Tensor | None, at: FilePart | None) -> Any:
     return None if tensor.shape else tensor.read().item()
 
 
-def _join_groups(groups: dict[str, Settings]) -> list[Settings]:
+def _join_groups(groups: dict[str, PlainValues]) -> list[PlainValues]:
     """Return the settings of an optimizer's groups. Flattened state has them for each parameter, equal in a group."""
-    found: list[Settings] = []
+    found: list[PlainValues] = []
     for name, group in groups.items():
         settings = {key: value for key, value in group.items() if key != "params"}
         if name.isdecimal() or settings not in found:
@@ -339,13 +349,14 @@ def _join_groups(groups: dict[str, Settings]) -> list[Settings]:
     return found
 
 
-def saved_part(index: Index) -> Settings:
+def saved_part(index: Index) -> PlainValues:
     """Return the part of a checkpoint that an export saves under OWN_KEY."""
+    common = {name: getattr(index.common, name) for name in SAVED_FIELDS}
     whole = {"iteration": index.iteration, "layout": index.layout, "others": index.others}
-    return whole | {name: getattr(index.common, name) for name in SAVED_FIELDS}
+    return whole | common | {"facts": vars(index.common.facts)}
 
 
-def adopt_saved(index: Index, saved: Settings) -> None:
+def adopt_saved(index: Index, saved: Mapping[str, Any]) -> None:
     """Add this part of an exported checkpoint to the index."""
     common = index.common
     index.iteration, index.layout = int(saved.get("iteration", index.iteration)), str(saved.get("layout", ""))
@@ -353,7 +364,7 @@ def adopt_saved(index: Index, saved: Settings) -> None:
     common.step, common.schedule = saved.get("step"), saved.get("schedule")
     common.scales = [dict(each) for each in saved.get("scales") or []]
     common.seed, common.loss = int(saved.get("seed", 0)), saved.get("loss")
-    common.facts = dict(saved.get("facts") or {})
+    common.facts = ModelFacts.of(saved.get("facts") or {})
     common.args = common.args or dict(saved.get("args") or {})
     index.others = {name: dict(each) for name, each in (saved.get("others") or {}).items()}
 
@@ -390,12 +401,12 @@ def _add_megatrons(index: Index, folder: Path, objects: Objects) -> None:
         adopt_saved(index, state[OWN_KEY])
     if by_buckets:
         try:
-            buckets.unpack(index, by_buckets, int(index.common.args.get("tensor_model_parallel_size") or 0))
+            buckets.unpack(index, by_buckets, number_in(index.common.args, "tensor_model_parallel_size"))
         except BadCheckpoint as error:
             index.without_optimizer(str(error))
 
 
-def layout_of(args: Settings) -> str:
+def layout_of(args: PlainValues) -> str:
     """Return the layout in Megatron-LM's arguments, as people write it."""
     names = {"TP": "tensor_model_parallel_size", "CP": "context_parallel_size", "PP": "pipeline_model_parallel_size"}
     sizes = {word: args.get(name) for word, name in names.items()}
@@ -403,36 +414,38 @@ def layout_of(args: Settings) -> str:
     return " ".join(words) or ("TP1" if args else "")
 
 
-def common_of(state: Settings) -> Common:
+def common_of(state: PlainValues) -> Common:
     """Read Megatron's state dict. Each of its optimizers has another form of state there."""
-    optimizer = state.get("optimizer") or {}
-    inner = optimizer.get("optimizer") or optimizer
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in inner.get("param_groups") or []]
-    steps = [group["step"] for group in groups if isinstance(group.get("step"), int | float)]
-    moments = inner.get("state")
+    optimizer = values_in(state, "optimizer")
+    inner = values_in(optimizer, "optimizer") or optimizer
+    groups = inner.get("param_groups") or []
+    if not isinstance(groups, list):
+        raise TypeError("the groups of its optimizer's parameters are no list")
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    steps = group_steps(groups)
+    schedules = state.get("opt_param_scheduler"), state.get("lr_scheduler")
+    moments, args, scale = inner.get("state"), state.get("args"), optimizer.get("grad_scaler")
     if isinstance(moments, dict) and isinstance(moments.get("common_step"), int | float):
         steps.append(moments["common_step"])
-    args = state.get("args") if isinstance(state.get("args"), dict) else {}
-    scale = optimizer.get("grad_scaler")
+    args = args if isinstance(args, dict) else {}
     return Common(
         groups=groups,
         step=float(max(steps)) if steps else None,
-        schedule=state.get("opt_param_scheduler") or state.get("lr_scheduler"),
+        schedule=next((each for each in schedules if isinstance(each, dict) and each), None),
         scales=[scale] if isinstance(scale, dict) else [],
-        facts=facts_of(args or {}),
-        args=args or {},
+        facts=facts_of(args),
+        args=args,
     )
 
 
-def facts_of(args: Settings) -> Settings:
-    """Return the facts about the model that Megatron-LM's arguments give (`model_facts`)."""
+def facts_of(args: PlainValues) -> ModelFacts:
+    """Return the facts about the model that Megatron-LM's arguments give."""
     heads = args.get("num_attention_heads")
     if not isinstance(heads, int):
-        return {}
-    groups = args.get("num_query_groups") if args.get("group_query_attention") else heads
-    return {
-        "heads": heads,
-        "groups": groups or heads,
-        "channels": args.get("kv_channels") or 0,
-        "gated": bool(args.get("swiglu")),
-    }
+        return ModelFacts()
+    return ModelFacts(
+        heads=heads,
+        groups=(number_in(args, "num_query_groups") if args.get("group_query_attention") else 0) or heads,
+        channels=number_in(args, "kv_channels"),
+        gated=bool(args.get("swiglu")),
+    )

@@ -20,7 +20,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from unicron_transition.snapshot.reading import PIECE, Settings, open_plain, pieces, read_into
+from unicron_transition.snapshot.model_facts import ModelFacts
+from unicron_transition.snapshot.reading import PIECE, PlainValues, open_plain, pieces, read_into
 
 Array = np.ndarray[Any, np.dtype[Any]]
 PARAMETER = "parameter"  # the key of the parameter itself; the other keys are the optimizer's own
@@ -365,23 +366,27 @@ def overlap(one: tuple[Place, Place], other: tuple[Place, Place]) -> tuple[Slice
     return tuple(mine), tuple(its)
 
 
+def group_steps(groups: Iterable[PlainValues]) -> list[int | float]:
+    """List the counts of steps in the settings of an optimizer's groups."""
+    return [step for group in groups if isinstance(step := group.get("step"), int | float)]
+
+
 @dataclass
 class Common:
     """The part of a checkpoint that is not a tensor, as plain values."""
 
-    groups: list[Settings] = field(default_factory=list)
+    groups: list[PlainValues] = field(default_factory=list)
     """The settings of the optimizer's groups of parameters"""
     step: float | None = None
     """The optimizer's count of steps"""
-    schedule: Settings | None = None
+    schedule: PlainValues | None = None
     """The state of the learning-rate schedule"""
-    scales: list[Settings] = field(default_factory=list)
+    scales: list[PlainValues] = field(default_factory=list)
     """The states of gradient scalers"""
     seed: int = 0
     loss: float | None = None
-    facts: Settings = field(default_factory=dict)
-    """Facts about the model (`snapshot.model_facts`)"""
-    args: Settings = field(default_factory=dict)
+    facts: ModelFacts = field(default_factory=ModelFacts)
+    args: PlainValues = field(default_factory=dict)
     """Megatron-LM's arguments"""
     unread: str = ""
     """Why the optimizer's state could not be read; "" if it was, or there is none"""
@@ -409,7 +414,7 @@ class Index:
     """The layout of the ranks that wrote it, "" if unknown"""
     tensors: dict[str, Tensor]
     common: Common = field(default_factory=Common)
-    others: dict[str, Settings] = field(default_factory=dict)
+    others: dict[str, PlainValues] = field(default_factory=dict)
     """Name of a tensor -> the plain values that the optimizer has for it"""
 
     def add(self, name: str, shape: Sequence[int], dtype: str, block: Block) -> None:

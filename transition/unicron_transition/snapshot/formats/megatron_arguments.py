@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from unicron_transition.snapshot.formats.index import EMBEDDING, LAYERS, OUTPUT, BadCheckpoint, Index
 from unicron_transition.snapshot.model_facts import ACTIVATIONS
-from unicron_transition.snapshot.reading import Settings, parse_json, read_small
+from unicron_transition.snapshot.reading import PlainValues, number_in, parse_json, read_small
 
 LOAD_COMPARES = ("num_layers", "hidden_size", "num_attention_heads")  # `--load` without --finetune does
 WITH_VOCABULARY = ("max_position_embeddings", "make_vocab_size_divisible_by", "tokenizer_type")  # with --vocab-file too
 POSITIONS = "embedding.position_embeddings.weight"
 
 
-def arguments(index: Index) -> Settings:
+def arguments(index: Index) -> PlainValues:
     """Return the arguments that Megatron-LM reads from a checkpoint. The index has Megatron's names."""
     common, facts = index.common, index.common.facts
     sizes = {word: int(size) for word, size in re.findall(r"([A-Z]+)(\d+)", index.layout)}
     schedule = common.schedule or {}
-    consumed = schedule["num_steps"] if "lr_warmup_steps" in schedule else 0
-    found = {
+    found: PlainValues = {
         "tensor_model_parallel_size": sizes.get("TP", 1),
         "pipeline_model_parallel_size": sizes.get("PP", 1),
         "iteration": index.iteration,
-        "consumed_train_samples": int(consumed),
+        "consumed_train_samples": number_in(schedule, "num_steps") if "lr_warmup_steps" in schedule else 0,
         "consumed_valid_samples": 0,
         "skipped_train_samples": 0,
     }
-    if facts.get("heads"):
-        found["num_attention_heads"] = facts["heads"]
-        found["num_query_groups"] = facts.get("groups") or facts["heads"]
-        found["group_query_attention"] = found["num_query_groups"] != facts["heads"]
-    if facts.get("channels"):
-        found["kv_channels"] = facts["channels"]
+    if facts.heads:
+        found["num_attention_heads"] = facts.heads
+        found["num_query_groups"] = facts.groups or facts.heads
+        found["group_query_attention"] = found["num_query_groups"] != facts.heads
+    if facts.channels:
+        found["kv_channels"] = facts.channels
     found |= _of_tensors(index)
     found |= {name: value for name, value in common.args.items() if value is not None and name not in OURS}
     # Without these, Megatron-LM would look for random states, and for an optimizer's state that is not there.
@@ -63,7 +62,7 @@ def unknown(index: Index) -> Iterator[str]:
         yield f"{', '.join(left)}: not known; Megatron-LM compares them if --vocab-file is given: give --finetune then"
 
 
-def _of_tensors(index: Index) -> Settings:
+def _of_tensors(index: Index) -> PlainValues:
     """Derive arguments from the names and shapes of stacked layers."""
     tensors = index.tensors
     inner = tensors.get(f"{LAYERS}mlp.linear_fc2.weight")
@@ -71,7 +70,7 @@ def _of_tensors(index: Index) -> Settings:
         return {}
     layers, hidden, width = inner.shape
     biased = f"{LAYERS}mlp.linear_fc1.bias" in tensors
-    found: Settings = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": width}
+    found: PlainValues = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": width}
     found |= {
         "add_bias_linear": biased,
         "add_qkv_bias": not biased and f"{LAYERS}self_attention.linear_qkv.bias" in tensors,
@@ -102,7 +101,7 @@ NO_COUNTERPART = "unmatched"  # our own argument: the settings of config.json fo
 OURS = (NO_COUNTERPART, "activation")
 
 
-def of_config(path: Path) -> Settings:
+def of_config(path: Path) -> PlainValues:
     """Translate a model's config.json to arguments. Raises BadCheckpoint, OSError."""
     try:
         config = parse_json(read_small(path))
@@ -122,11 +121,11 @@ def of_config(path: Path) -> Settings:
     return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str)}
 
 
-def _activation(config: Settings) -> str:
+def _activation(config: Mapping[str, object]) -> str:
     return str(config.get("hidden_act") or config.get("activation_function") or "")
 
 
-def _find_unmatched(config: Settings) -> Iterator[str]:
+def _find_unmatched(config: Mapping[str, object]) -> Iterator[str]:
     """Name the settings that change the arithmetic without changing any weight."""
     if config.get("model_type") and config["model_type"] not in MODEL_TYPES:
         yield f"model_type {config['model_type']}"
@@ -139,14 +138,14 @@ def _find_unmatched(config: Settings) -> Iterator[str]:
         yield f"sliding_window {config['sliding_window']}"
 
 
-def _of_rotary(config: Settings) -> Settings:
+def _of_rotary(config: dict[str, Any]) -> PlainValues:
     """Translate the rotary embedding. Newer releases have it under `rope_parameters`, and some models have one for each
     kind of layer, which Megatron does not support."""
     rope = config.get("rope_parameters") or {}
     kinds = [each for each in rope.values() if isinstance(each, dict)]
     scaling = config.get("rope_scaling") or rope
     types = [each.get("rope_type") or each.get("type") or "default" for each in kinds or [scaling]]
-    found: Settings = {"use_rope_scaling": any(each != "default" for each in types)}
+    found: PlainValues = {"use_rope_scaling": any(each != "default" for each in types)}
     if base := config.get("rope_theta") or rope.get("rope_theta"):
         percent = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
         found |= {"position_embedding_type": "rope", "rotary_base": int(base), "rotary_percent": float(percent)}

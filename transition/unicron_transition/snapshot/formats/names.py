@@ -32,7 +32,7 @@ from unicron_transition.snapshot.formats.index import (
     raw_type,
 )
 from unicron_transition.snapshot.formats.written import Out, cast, of
-from unicron_transition.snapshot.reading import Settings
+from unicron_transition.snapshot.model_facts import ModelFacts
 
 TABLES = Path(__file__).with_name("names.toml")
 MEGATRON, AUTOMATIC = "megatron", "auto"
@@ -102,7 +102,7 @@ def tables(path: Path | None = None) -> dict[str, Table]:
     return {name: _table(path, name, lines, known) for name, lines in content.items()}
 
 
-def _table(path: Path, name: str, lines: Settings, known: Mapping[str, Table]) -> Table:
+def _table(path: Path, name: str, lines: dict[str, Any], known: Mapping[str, Table]) -> Table:
     like, ignored = lines.pop("like", None), list(lines.pop("ignored", []))
     needed, prefix = str(lines.pop("needed", "")), lines.pop("prefix", None)
     if like is not None and like not in known:
@@ -160,7 +160,7 @@ def _fits(table: Table, index: Index) -> bool:
     there = {tensor.name for tensor in index.parameters()}
     gated = any(entry.mine.endswith("linear_fc1.weight") and len(entry.theirs) == 2 for entry in table.entries)
     needed = table.needed in there if table.needed else bool(there)
-    return needed and there <= known and index.common.facts.get("gated") in (None, gated)
+    return needed and there <= known and index.common.facts.gated in (None, gated)
 
 
 def _is_of(table: Table, index: Index) -> bool:
@@ -177,14 +177,14 @@ def _add_prefix(index: Index, table: Table) -> Index:
 
 
 # ------------------------------------------------------------ how the rows lie
-def _pieces(entry: Entry, rows: int, facts: Mapping[str, Any]) -> list[Piece]:
+def _pieces(entry: Entry, rows: int, facts: ModelFacts) -> list[Piece]:
     """Return the pieces of one layer of Megatron's tensor, which has so many rows. Raises BadCheckpoint."""
     if not entry.qkv:
         each, left = divmod(rows, len(entry.theirs))
         if left:
             raise BadCheckpoint(f"{entry.mine}: {rows} rows are not {len(entry.theirs)} equal parts")
         return [Piece(number, 0, number * each, each) for number in range(len(entry.theirs))]
-    heads, groups = int(facts.get("heads") or 0), int(facts.get("groups") or 0)
+    heads, groups = facts.heads, facts.groups
     if not heads or not groups:
         raise BadCheckpoint(f"{entry.mine}: {HEADS}")
     queries = heads // groups
@@ -207,10 +207,10 @@ def _pieces(entry: Entry, rows: int, facts: Mapping[str, Any]) -> list[Piece]:
 # ------------------------------------------------------------ theirs to Megatron's
 def of_megatron(index: Index) -> bool:
     """Whether the tensors have the names of a Megatron model."""
-    return EMBEDDING in index.tensors or "gated" in index.common.facts
+    return EMBEDDING in index.tensors or index.common.facts.gated is not None
 
 
-def rename(index: Index, names: str, facts: Mapping[str, Any]) -> Index:
+def rename(index: Index, names: str, facts: ModelFacts) -> Index:
     """Return the index under Megatron's names. facts: about the model that gets it; facts in the index come first.
     Raises BadCheckpoint."""
     table = choose(names, index, to_theirs=False)
@@ -222,14 +222,13 @@ def rename(index: Index, names: str, facts: Mapping[str, Any]) -> Index:
             f"no table of names fits this checkpoint, whose tensors are {some}, ...: give one with --names FILE"
         )
     index = _add_prefix(index, table)
-    all_facts = dict(facts) | {key: value for key, value in index.common.facts.items() if value}
     found = Index(index.format, index.iteration, index.layout, {}, index.common)
-    found.common.facts = all_facts
+    found.common.facts = index.common.facts.or_else(facts)
     used: set[str] = set()
     for entry in table.entries:
         layers = _layers(entry, index)
         if layers:
-            used |= _add(found, entry, index, layers, all_facts)
+            used |= _add(found, entry, index, layers)
     left = [name for name in index.tensors if name not in used and not name.endswith(table.ignored or ("\0",))]
     if left:
         first = index.tensors[left[0]].name
@@ -249,7 +248,7 @@ def _layers(entry: Entry, index: Index) -> int:
     return count
 
 
-def _add(found: Index, entry: Entry, index: Index, layers: int, facts: Mapping[str, Any]) -> set[str]:
+def _add(found: Index, entry: Entry, index: Index, layers: int) -> set[str]:
     if entry.same:
         (name,) = entry.theirs
         found.tensors[entry.mine] = replace(index.tensors[name], name=entry.mine)
@@ -265,7 +264,7 @@ def _add(found: Index, entry: Entry, index: Index, layers: int, facts: Mapping[s
         rest = _rest(entry, theirs[0])
         rows = sum(tensor.shape[-1 if entry.transposed else 0] for tensor in theirs)
         shape = (layers, rows, *rest) if entry.layered else (rows, *rest)
-        pieces = _pieces(entry, rows, facts)
+        pieces = _pieces(entry, rows, found.common.facts)
         _check_rows(entry, theirs, pieces)
         for piece in pieces:
             tensor = theirs[piece.theirs]
@@ -337,8 +336,8 @@ def _all(index: Index, known: Mapping[str, Entry], dtypes: Mapping[str, str]) ->
             for number, name in enumerate(entry.theirs):
                 mine = [piece for piece in pieces if piece.theirs == number]
                 count = sum(piece.count for piece in mine)
-                if tensor.name in VOCABULARY and 0 < int(facts.get("vocabulary") or 0) < count:
-                    count = int(facts["vocabulary"])
+                if tensor.name in VOCABULARY and 0 < facts.vocabulary < count:
+                    count = facts.vocabulary
                     mine = [Piece(0, 0, 0, count)]
                 shape = (*rest, count) if entry.transposed else (count, *rest)
                 read = partial(_theirs, tensor, entry, layer, mine, shape, dtype)

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,15 @@ from unicron_transition.snapshot.formats.index import (
     Block,
     Common,
     Index,
+    Place,
     Raw,
     Tensor,
+    group_steps,
     raw_type,
 )
 from unicron_transition.snapshot.formats.written import pieces_of
 from unicron_transition.snapshot.image_format import ALIGN, STEP, SUFFIX, BadImage, ImagePage, Key, read_page
-from unicron_transition.snapshot.reading import Settings, unpack
+from unicron_transition.snapshot.reading import unpack
 
 FORMAT = "unicron"
 
@@ -49,15 +52,14 @@ def read(found: folders.WholeCheckpoint) -> Index:
     except BadImage as error:
         raise BadCheckpoint(f"{error}: run `unicronctl checkpoint verify`, or use the checkpoint before") from None
     first = heads[0]
-    facts = dict(first.facts)
     common = Common(
         groups=first.groups,
         schedule=first.scheduler,
         scales=first.scales,
         seed=first.seed,
         loss=first.loss,
-        args=dict(facts.pop("arguments", {})),
-        facts=facts,
+        args=first.facts.arguments,
+        facts=first.facts,
     )
     index = Index(FORMAT, found.iteration, first.layout, {}, common)
     steps: list[float] = []
@@ -68,8 +70,7 @@ def read(found: folders.WholeCheckpoint) -> Index:
         for name, *_, others, _ in about["index"]:
             if others:
                 index.others.setdefault(name, {}).update(others)
-    group_steps = [group["step"] for group in common.groups if isinstance(group.get("step"), int | float)]
-    common.step = max([*steps, *group_steps], default=None)
+    common.step = max([*steps, *group_steps(common.groups)], default=None)
     return _without_chunk(index)
 
 
@@ -159,7 +160,7 @@ def write(folder: Path, index: Index) -> Path:
     about, tensors = _about(index)
     mark = hashlib.blake2b(repr((index.layout, index.iteration, "import")).encode(), digest_size=4).hexdigest()
     key = Key(image_format.STATE, 0, index.iteration, mark=mark)
-    common, facts = index.common, index.common.facts | {"arguments": index.common.args}
+    common, facts = index.common, replace(index.common.facts, arguments=index.common.args)
     head = Head(
         *(index.iteration, index.layout, common.groups, common.schedule, common.scales, common.seed, common.loss),
         *(common.step or 0.0, "", about, facts),
@@ -207,11 +208,11 @@ def _about(index: Index) -> tuple[bytes, list[_Piece]]:
         main = index.main(tensor.name)
         if main.shape != tensor.shape:
             raise BadCheckpoint(f"{tensor.name}: its optimizer's state is of another shape")
-        others: Settings = index.others.get(tensor.name, {})
-        values: Settings = {}
+        others = index.others.get(tensor.name, {})
+        values: dict[str, tuple[int, Place]] = {}  # number of the block and shape
         for key, state in found.items():
             if key not in states:
-                values[key] = [len(blocks), state.shape]
+                values[key] = len(blocks), state.shape
                 blocks.append(_Piece(state, (0,) * len(state.shape), state.shape))
         for offset, extent in main.boxes():
             keys = {}
@@ -219,12 +220,12 @@ def _about(index: Index) -> tuple[bytes, list[_Piece]]:
                 keys[key] = len(blocks)
                 blocks.append(_Piece(each, offset, extent))
             if states and step is not None and "step" not in values.keys() | others.keys():
-                values["step"] = [-1, ()]
+                values["step"] = (-1, ())
             line = chunk + tensor.name, tensor.shape, offset, extent, 0, math.prod(extent), keys, others, values
             lines.append(line)
     kinds: list[tuple[Any, ...]] = [(block.tensor.dtype, block.count) for block in blocks]
     for *_, values in lines:  # a step without a block is the one in the head
         if values.get("step", (0,))[0] < 0:
-            values["step"] = [len(blocks), ()]
+            values["step"] = (len(blocks), ())
     kinds.append(("float32", 1, STEP))
     return msgpack.packb({"index": lines, "tensors": kinds}), blocks

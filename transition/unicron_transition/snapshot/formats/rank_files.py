@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from unicron_transition.snapshot.formats import buckets, dcp
 from unicron_transition.snapshot.formats.index import (
@@ -32,7 +31,7 @@ from unicron_transition.snapshot.formats.index import (
     row_major,
 )
 from unicron_transition.snapshot.formats.pickles import Archive, TensorReference, archive, plain
-from unicron_transition.snapshot.reading import Settings
+from unicron_transition.snapshot.reading import PlainValues, number_in
 
 FORMAT = "torch"
 FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(_\d+)?")
@@ -139,7 +138,7 @@ def _files(folder: Path) -> dict[tuple[int, int], Archive]:
     return found
 
 
-def _settings(file: Archive) -> Settings:
+def _settings(file: Archive) -> PlainValues:
     """Return the settings of an optimizer, in Megatron's form. Raises BadCheckpoint."""
     optimizer = file.content.get("optimizer")
     if optimizer is None:
@@ -148,14 +147,14 @@ def _settings(file: Archive) -> Settings:
         raise BadCheckpoint(f"{file.path}: it has several optimizers: {INSTEAD}")
     inner = optimizer.get("optimizer", optimizer)
     groups = [{key: value for key, value in group.items() if key != "params"} for group in inner["param_groups"]]
-    found: Settings = {"optimizer": {"param_groups": plain(groups, file)}}
+    found: PlainValues = {"optimizer": {"param_groups": plain(groups, file)}}
     return found | ({"grad_scaler": plain(optimizer["grad_scaler"], file)} if "grad_scaler" in optimizer else {})
 
 
 class _Model:
     """The parameters in all files."""
 
-    def __init__(self, folder: Path, files: Mapping[tuple[int, int], Archive], args: Settings):
+    def __init__(self, folder: Path, files: Mapping[tuple[int, int], Archive], args: PlainValues):
         self._folder, self._files, self._args = folder, files, args
         self._tensor, self._stages = (1 + max(place[axis] for place in files) for axis in (0, 1))
         sizes = [args.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
@@ -265,7 +264,7 @@ class _Model:
                     self._add_state(index, own, kinds)
         index.common.step = max(steps, default=index.common.step)
 
-    def _in_buckets(self, place: tuple[int, int], path: Path) -> Iterator[tuple[_Own, Settings]]:
+    def _in_buckets(self, place: tuple[int, int], path: Path) -> Iterator[tuple[_Own, dict[str, object]]]:
         """Yield each parameter of a rank with its state from the second file, by key. Raises BadCheckpoint, OSError."""
         file = archive(path)
         for chunk, owns in self._owns[place].items():
@@ -278,15 +277,15 @@ class _Model:
             for own, at in places:
                 shape = own.found.shape
                 strides = row_major(shape)
-                parts = {k: TensorReference(f.storage, f.offset + at, shape, strides) for k, f in kinds.items()}
-                yield dataclasses.replace(own, file=file), parts
+                flat = {key: TensorReference(f.storage, f.offset + at, shape, strides) for key, f in kinds.items()}
+                yield dataclasses.replace(own, file=file), flat
 
     def _room(self) -> float:
         """Return the size at which a bucket of the first chunk of the first stage is full, in elements."""
         if not self._args.get("overlap_grad_reduce"):
             return math.inf
-        ranks = int(self._args.get("data_parallel_size") or 1) * int(self._args.get("context_parallel_size") or 1)
-        return float(self._args.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * ranks))
+        ranks = (number_in(self._args, name) or 1 for name in ("data_parallel_size", "context_parallel_size"))
+        return number_in(self._args, "ddp_bucket_size") or max(40_000_000, 1_000_000 * math.prod(ranks))
 
     @staticmethod
     def _laid_out(owns: Sequence[_Own], room: float) -> tuple[list[tuple[_Own, int]], int]:
@@ -303,7 +302,7 @@ class _Model:
                 bucket = at
         return found, at
 
-    def _add_state(self, index: Index, own: _Own, kinds: Mapping[str, Any]) -> None:
+    def _add_state(self, index: Index, own: _Own, kinds: Mapping[str, object]) -> None:
         whole = index.tensors[own.whole]
         for key, found in kinds.items():
             if not isinstance(found, TensorReference) or not found.shape:
@@ -314,7 +313,7 @@ class _Model:
             tensor.blocks += [block for _, block in self._blocks(own, found)]
 
 
-def _states(file: Archive, owns: Sequence[_Own]) -> Iterator[tuple[_Own, Settings]]:
+def _states(file: Archive, owns: Sequence[_Own]) -> Iterator[tuple[_Own, dict[str, object]]]:
     """Yield each parameter of a file with its optimizer's state, by key. Raises BadCheckpoint."""
     optimizer = file.content.get("optimizer")
     inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else {}

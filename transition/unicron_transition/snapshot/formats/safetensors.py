@@ -7,7 +7,7 @@ import math
 import re
 import struct
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,12 @@ from unicron_transition.snapshot.formats.index import (
     raw_type,
     some,
 )
+from unicron_transition.snapshot.model_facts import ModelFacts
 from unicron_transition.snapshot.reading import (
     MOST_FILES,
     MOST_NAMES,
-    Settings,
     allowance,
+    number_in,
     open_plain,
     parse_json,
     read_small,
@@ -204,8 +205,8 @@ def adopt_folder(index: Index, folder: Path, name: str, missed: Sequence[str]) -
         index.common.left.append(f"an adapter ({ADAPTER}*), which belongs on top of the model")
     config = (folder if folder.is_dir() else folder.parent) / CONFIG
     if config.is_file():
-        index.common.facts |= facts_of(config)
-        index.common.args |= megatron_arguments.of_config(config)
+        index.common.facts = facts_of(config)
+        index.common.args = megatron_arguments.of_config(config)
 
 
 def _raw(path: Path, name: str, kind: str, shape: Place, place: tuple[int, int]) -> Raw:
@@ -258,7 +259,7 @@ def _check_ranks(folder: Path, ranks: int, paths: Sequence[Path], index: Index) 
     index.common.doubt = f"these are the files of {ranks} ranks, and nothing in them says whether there were more"
 
 
-def _offsets(path: Path, about: Settings) -> dict[str, Place] | None:
+def _offsets(path: Path, about: Mapping[str, str]) -> dict[str, Place] | None:
     """Return the places of a file's pieces in their tensors, None if the file has whole tensors. Raises
     BadCheckpoint."""
     if (text := about.get(OFFSETS)) is None:
@@ -298,7 +299,7 @@ class _Names:
         return sys.intern(kind), self._shapes.setdefault(shape, shape), first, last
 
 
-def _header(path: Path, names: _Names) -> tuple[dict[str, Entry], Settings, int]:
+def _header(path: Path, names: _Names) -> tuple[dict[str, Entry], dict[str, str], int]:
     """Return the tensors of a header, its other texts, and the first byte of the data. Raises BadCheckpoint,
     OSError."""
     with open_plain(path) as file:
@@ -321,15 +322,18 @@ def _header(path: Path, names: _Names) -> tuple[dict[str, Entry], Settings, int]
     return tensors, about, 8 + length
 
 
-def facts_of(config: Path) -> Settings:
-    """Return the facts about the model that its config.json gives (`model_facts`). Raises BadCheckpoint, OSError."""
+def facts_of(config: Path) -> ModelFacts:
+    """Return the facts about the model that its config.json gives. Raises BadCheckpoint, OSError."""
     try:
         settings = parse_json(read_small(config))
         heads = settings.get("num_attention_heads") or settings.get("n_head")
         if not isinstance(heads, int):
-            return {}
-        found = {"heads": heads, "groups": settings.get("num_key_value_heads") or heads}
-        found |= {"channels": settings.get("head_dim") or 0, "vocabulary": settings.get("vocab_size") or 0}
-        return {name: int(value) for name, value in found.items()}
+            return ModelFacts()
+        return ModelFacts(
+            heads=heads,
+            groups=number_in(settings, "num_key_value_heads") or heads,
+            channels=number_in(settings, "head_dim"),
+            vocabulary=number_in(settings, "vocab_size"),
+        )
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{config}: not a model's configuration ({error})") from None

@@ -26,7 +26,7 @@ from unicron_transition.snapshot.formats.index import LAYERS, MAINS, STATE, Arra
 from unicron_transition.snapshot.formats.megatron_arguments import arguments, unknown
 from unicron_transition.snapshot.formats.tracker import RELEASE, TRACKER
 from unicron_transition.snapshot.formats.written import Options, Out, of
-from unicron_transition.snapshot.reading import Settings
+from unicron_transition.snapshot.reading import PlainValues
 
 DATA = "__0_0.distcp"
 FIELDS = 5  # the fields of TensorProperties that every release of torch reads
@@ -65,7 +65,7 @@ class _Writer:
             raise BadCheckpoint(str(error)) from None
         self._torch, self._types, self._storage = torch, metadata, storage
         self._folder = folder
-        self._state: Settings = {}  # the metadata of each tensor and object, by name
+        self._state: dict[str, Any] = {}  # the metadata of each tensor and object, by name
         self._places: dict[Any, Any] = {}  # torch's MetadataIndex -> the place in the file
 
     def write(self, outs: Iterable[Out], aliases: Mapping[str, Sequence[str]], objects: Mapping[str, Any]) -> None:
@@ -154,7 +154,7 @@ def write_torch_dist(folder: Path, index: Index) -> None:
     for tensor in index.parameters():
         states = index.states(tensor.name)
         main = next((states[key] for key in MAINS if key in states), None)
-        dtype = str(index.common.facts.get("dtype") or tensor.dtype) if states else tensor.dtype
+        dtype = (index.common.facts.dtype or tensor.dtype) if states else tensor.dtype
         same = main is None and dtype == tensor.dtype
         mains = [f"{STATE}{key}.{tensor.name}" for key in MAINS] if states else []
         outs.append(of(tensor, dtype=dtype))
@@ -185,9 +185,9 @@ def _extra_states(index: Index) -> list[str]:
     return list(found)
 
 
-def _common(index: Index, writer: _Writer) -> Settings:
+def _common(index: Index, writer: _Writer) -> PlainValues:
     common = index.common
-    found: Settings = {
+    found: PlainValues = {
         "args": argparse.Namespace(**arguments(index)),
         "checkpoint_version": 3.0,
         "iteration": index.iteration,
@@ -206,15 +206,18 @@ def _common(index: Index, writer: _Writer) -> Settings:
     return found
 
 
-def _optimizer(common: Common, writer: _Writer) -> Settings:
+def _optimizer(common: Common, writer: _Writer) -> PlainValues:
     """Return the optimizer's state, in each place where one of Megatron's optimizers looks for it."""
     groups = []
     for group in common.groups:
-        settings = {key: tuple(value) if key == "betas" else value for key, value in group.items() if key != "params"}
+        settings = {key: value for key, value in group.items() if key != "params"}
+        if isinstance(betas := settings.get("betas"), list):
+            settings["betas"] = tuple(betas)
         groups.append(settings | ({"step": common.step} if common.step is not None else {}))
     state = {} if common.step is None else {"common_step": writer.tensor(float(common.step))}
-    found: Settings = {
-        "optimizer": {"state": dict(state), "param_groups": groups},
+    inner: PlainValues = {"state": dict(state), "param_groups": groups}
+    found: PlainValues = {
+        "optimizer": inner,
         "state": dict(state),
         "param_groups": [dict(group) for group in groups],
         "param_state_sharding_type": RESHARDABLE,
@@ -223,5 +226,5 @@ def _optimizer(common: Common, writer: _Writer) -> Settings:
         scale = {
             key: writer.tensor(value) if isinstance(value, list) else value for key, value in common.scales[0].items()
         }
-        found["optimizer"]["grad_scaler"] = found["grad_scaler"] = scale
+        inner["grad_scaler"] = found["grad_scaler"] = scale
     return found

@@ -17,7 +17,7 @@ from unicron_transition.snapshot.formats import names
 from unicron_transition.snapshot.formats.index import LAYERS, BadCheckpoint, Index, raw_type
 from unicron_transition.snapshot.formats.safetensors import CONFIG, KINDS, NAME, PAIRS
 from unicron_transition.snapshot.formats.written import Options, Out, of
-from unicron_transition.snapshot.reading import Settings
+from unicron_transition.snapshot.reading import PlainValues
 
 UNLIKE = ("apply_layernorm_1p", "rotary_interleaved")  # options of Megatron that change the meaning of weights
 _NAMES = {kind: name for name, kind in KINDS.items()}
@@ -31,13 +31,13 @@ def write(folder: Path, index: Index, options: Options) -> None:
 
 
 def _tensors(index: Index, options: Options) -> list[Out]:
-    facts, table = index.common.facts, options.names
+    table = options.names
     unlike = next((option for option in UNLIKE if index.common.args.get(option)), "")
     if unlike and table != names.MEGATRON:
         option = f"--{unlike.replace('_', '-')}"
         raise BadCheckpoint(f"no table of names knows {option}: keep Megatron's names with --names {names.MEGATRON}")
     dtypes = {
-        tensor.name: options.dtype or (str(facts.get("dtype") or "") if index.states(tensor.name) else "")
+        tensor.name: options.dtype or (index.common.facts.dtype if index.states(tensor.name) else "")
         for tensor in index.parameters()
     }
     try:
@@ -55,7 +55,7 @@ def _tensors(index: Index, options: Options) -> list[Out]:
 def write_file(path: Path, outs: Sequence[Out], about: dict[str, str]) -> None:
     """Write these tensors to one file, in this order. about: texts by name, for the header. Raises BadCheckpoint,
     OSError."""
-    header: Settings = {"__metadata__": {"format": "pt", **about}}
+    header: PlainValues = {"__metadata__": {"format": "pt", **about}}
     at = 0
     for out in outs:
         if out.dtype not in _NAMES:
