@@ -31,12 +31,12 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from tests.support.kept import training
 from unicron_transition.snapshot import contents, reading
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
 from unicron_transition.snapshot.formats import opening, pickles
 from unicron_transition.snapshot.formats.index import BadCheckpoint, Block, Raw, Tensor, in_pieces, tiles
 from unicron_transition.snapshot.image_format import BadImage, read_page
-from unicron_transition.snapshot.migrate import TrainingState
 
 LIMIT = 120.0
 HOLE = 40 << 30  # bytes of a file that takes a few on disk
@@ -278,15 +278,6 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_no_signal(tmp_path)
 
 
 # ------------------------------------------------------------ the note that says "damaged"
-def training() -> TrainingState:
-    torch.manual_seed(1)
-    model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.rand(4, 8)).sum().backward()
-    optimizer.step()
-    return TrainingState([model], optimizer, None)
-
-
 def written(folder: Path) -> tuple[Checkpoints, Path]:
     saves = Checkpoints(folder, interval=1)
     saves.save_last(training(), 3)
