@@ -166,7 +166,7 @@ class Checkpoints:
         for each in wanted:
             if self.load_one(state, each):
                 return each.iteration
-        if wanted or self._damaged():  # those of another folder have all been found damaged just now
+        if wanted or _has_damaged(self.folder):  # those of another folder have all been found damaged just now
             raise CheckpointError(self._nothing_sound())
         if iteration is not None:
             raise CheckpointError(f"{self.folder} has no whole checkpoint of iteration {iteration}")
@@ -190,7 +190,7 @@ class Checkpoints:
         """List the checkpoints to go on from, the newest first, without reading them. Raises :class:`CheckpointError`
         if all have been found damaged."""
         found = self.whole_ones()
-        if not found and self._damaged():
+        if not found and _has_damaged(self.folder):
             raise CheckpointError(self._nothing_sound())
         found = found or self._beginning()
         self.newest = max([self.newest, *(each.iteration for each in found)])
@@ -231,10 +231,6 @@ class Checkpoints:
             raise CheckpointError(f"{error}: the training cannot begin from it") from None
         self.newest = found.iteration
         return found
-
-    def _damaged(self) -> bool:
-        """Whether a checkpoint is there that was found damaged."""
-        return _has_damaged(self.folder)
 
     def _nothing_sound(self, folder: Path | None = None) -> str:
         return f"no checkpoint can be read: move {folder or self.folder} away to start anew"
@@ -333,11 +329,8 @@ class Checkpoints:
                 return
             time.sleep(LOOK_SECONDS)
 
-    def _path(self, iteration: int, writer: Writer) -> Path:
-        return self.folder / folder_name(iteration) / writer.name
-
     def _write(self, head: bytes, data: torch.Tensor, iteration: int, writer: Writer) -> None:
-        path, begun = self._path(iteration, writer), time.monotonic()
+        path, begun = self.folder / folder_name(iteration) / writer.name, time.monotonic()
         try:
             self._pruned(iteration, writer)  # the checkpoint before is whole by now
             with writing(path, writer.key(iteration), head, data.numel(), writer.mark) as write:
@@ -361,6 +354,7 @@ class Checkpoints:
 
 
 def _has_damaged(folder: Path) -> bool:
+    """Whether a checkpoint is there that was found damaged."""
     return any(folder.glob(f"iteration-*/*.{DAMAGE_SUFFIX}"))
 
 
@@ -420,12 +414,12 @@ def _name_as_here(
     found = names.match({name: any(each.keys for each in saved[name]) for name in sources}, mine) if mine else None
     if found is None:
         return
-    if found.left:
-        raise parts.Missing(f"it has {found.left[0]}, and the model here has not")
-    for one, other in found.twins:
+
+    def is_same(one: str, other: str) -> bool:
         values = [parts.assemble(sources[name][0].box, parts.PARAMETER, sources[name]) for name in (one, other)]
-        if not torch.equal(*values):
-            raise parts.Missing(f"{one} and {other} are one tensor here and two there")
+        return torch.equal(*values)
+
+    foreign.check_match(found, is_same)
     for fresh, old in found.chosen.items():
         sources[fresh] = [each._replace(box=each.box._replace(name=fresh)) for each in sources[old]]
         saved[fresh] = saved[old]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgpack
 import torch
@@ -98,15 +98,12 @@ class World(NamedTuple):
     def everything(self) -> list[There]:
         """Collective: list all images in the memory of the world's nodes, the same in all ranks."""
         mine = []
-        for key, name in ((each.key, each.path.name) for each in self._lists()):
-            same = key.mark == SAME
-            mine.append([self.node, name, [key.iteration, same, key.base], key.place, key.size])
+        for found in inventory(self.folder) if self.local == 0 and self.folder is not None else ():
+            if (key := found.key).kind == USER:
+                choice = [key.iteration, key.mark == SAME, key.base]
+                mine.append([self.node, found.path.name, choice, key.place, key.size])
         lists = [msgpack.unpackb(each) for each in self._gather_bytes(msgpack.packb(mine))]
         return [There(node, name, Choice(*choice), *rest) for its in lists for node, name, choice, *rest in its]
-
-    def _lists(self) -> Iterator[Any]:
-        if self.local == 0 and self.folder is not None:
-            yield from (each for each in inventory(self.folder) if each.key.kind == USER)
 
     def _gather_bytes(self, mine: bytes) -> list[bytes]:
         """Collective: return the bytes of each rank."""

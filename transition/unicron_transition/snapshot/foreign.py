@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,14 +131,20 @@ def _of_plain(index: Index, model: Sequence[Any]) -> Index:
     if found is None:
         lacks = next((name for name in mine.values() if name.partition(".")[2] not in there), "")
         raise parts.Missing(f"{lacks.partition('.')[2]} is not there")
-    if found.left:
-        raise parts.Missing(f"it has {found.left[0]}, and the model here has not")
-    for one, other in found.twins:
-        if not _equal(index.tensors[one], index.tensors[other]):
-            raise parts.Missing(f"{one} and {other} are one tensor here and two there")
+    check_match(found, lambda one, other: _equal(index.tensors[one], index.tensors[other]))
     if found.beside:
         inform(f"left out, since the model here has not got it: {some(found.beside)}")
     return names.select(index, found.chosen)
+
+
+def check_match(match: names.Match, is_same: Callable[[str, str], bool]) -> None:
+    """Raises parts.Missing if the checkpoint has more than the model here, or two different tensors in place of a tied
+    one. is_same: compares two of its tensors by their names."""
+    if match.left:
+        raise parts.Missing(f"it has {match.left[0]}, and the model here has not")
+    for one, other in match.twins:
+        if not is_same(one, other):
+            raise parts.Missing(f"{one} and {other} are one tensor here and two there")
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -63,12 +63,9 @@ class TrainingState:
         """The facts about the model that an export needs."""
         return model_facts(self.model)
 
-    def _inner_optimizers(self) -> list[Any]:
-        outer = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [getattr(optimizer, "optimizer", optimizer) for optimizer in outer]
-
     def _groups(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        for inner in self._inner_optimizers():
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            inner = getattr(optimizer, "optimizer", optimizer)
             for group in inner.param_groups:
                 yield inner, group
 

@@ -95,7 +95,10 @@ class _Keeper:
         tensors: list[torch.Tensor] = []
         packed = _pack(state, tensors)
         offsets, size = contents.lay_out(tensors)
-        kinds = [_kind(*each) for each in zip(tensors, offsets, strict=True)]
+        kinds = [
+            (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset)
+            for tensor, offset in zip(tensors, offsets, strict=True)
+        ]
         head = msgpack.packb({"state": packed, "tensors": kinds})
         world = self.world
         base = int(os.environ.get("UNICRON_GENERATION", "0"))
@@ -163,10 +166,6 @@ def _keeper(world: World) -> _Keeper | None:
     if _current is None or _current.world != world:
         _current = _Keeper(world, world.folder)
     return _current
-
-
-def _kind(tensor: torch.Tensor, offset: int) -> tuple[str, list[int], int]:
-    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset
 
 
 # ------------------------------------------------------------ plain values and tensors

@@ -74,8 +74,10 @@ def is_one(folder: Path) -> bool:
     return (folder / METADATA).is_file()
 
 
-def read(folder: Path) -> Index:
-    """Return the index of the checkpoint in a folder. Raises BadCheckpoint, OSError."""
+def read(folder: Path) -> Index | None:
+    """Return the index of the checkpoint in a folder, None if there is none. Raises BadCheckpoint, OSError."""
+    if not is_one(folder):
+        return None
     _check_size(folder)
     metadata = unpickle(read_small(folder / METADATA), folder / METADATA)
     try:

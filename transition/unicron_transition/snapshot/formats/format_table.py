@@ -69,7 +69,7 @@ def _read_megatrons(folder: Path) -> Index | None:
         if (of_verl := folder / f"global_step_{text}").is_dir():
             raise BadCheckpoint(f"{folder / TRACKER} is verl's, and names {of_verl.name}: its actor is the model")
         raise BadCheckpoint(f"{folder / TRACKER} names {at.name}, which is not there: write the number of one that is")
-    index = _read_dcp(at) or _read_rank_files(at)
+    index = dcp.read(at) or rank_files.read(at)
     if index is None:
         raise BadCheckpoint(
             f"{at} is half-written, or neither torch_dist nor torch: write the number of another one into {TRACKER}, "
@@ -80,14 +80,6 @@ def _read_megatrons(folder: Path) -> Index | None:
     elif index.iteration == 0:
         index.iteration = int(text)
     return index
-
-
-def _read_dcp(folder: Path) -> Index | None:
-    return dcp.read(folder) if dcp.is_one(folder) else None
-
-
-def _read_rank_files(folder: Path) -> Index | None:
-    return rank_files.read(folder) if rank_files.is_one(folder) else None
 
 
 def _has_own(folder: Path, files: Sequence[str], inner: Sequence[str]) -> bool:
@@ -120,11 +112,11 @@ FORMATS = (
         dcp.DCP,
         "torch DCP",
         _files(dcp.METADATA, suffix=dcp.SUFFIX),
-        _read_dcp,
+        dcp.read,
         write=write_dcp.write_dcp,
         neighbours=True,
     ),
-    Format(rank_files.FORMAT, "mp_rank_*", _has_rank_files, _read_rank_files),
+    Format(rank_files.FORMAT, "mp_rank_*", _has_rank_files, rank_files.read),
     Format(
         safetensors.FORMAT,
         "safetensors",

@@ -433,16 +433,13 @@ class Index:
 
     def states(self, name: str) -> dict[str, Tensor]:
         """Return the optimizer's tensors for one of the model's, by key, main parameters included."""
-        return self._by_parameter().get(name, {})
-
-    def _by_parameter(self) -> dict[str, dict[str, Tensor]]:
         if not hasattr(self, "_found"):
             self._found: dict[str, dict[str, Tensor]] = {}
-            for name, tensor in self.tensors.items():
-                if name.startswith(STATE):
-                    key, _, parameter = name.removeprefix(STATE).partition(".")
+            for full, tensor in self.tensors.items():
+                if full.startswith(STATE):
+                    key, _, parameter = full.removeprefix(STATE).partition(".")
                     self._found.setdefault(parameter, {})[key] = tensor
-        return self._found
+        return self._found.get(name, {})
 
     def main(self, name: str) -> Tensor:
         """Return the main parameter for one of the model's tensors, in the precision that the optimizer steps."""

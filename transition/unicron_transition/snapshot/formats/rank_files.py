@@ -96,8 +96,10 @@ def is_one(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob(f"mp_rank_*/{NAME}"))
 
 
-def read(folder: Path) -> Index:
-    """Return the index of the checkpoint in a folder. Raises BadCheckpoint, OSError."""
+def read(folder: Path) -> Index | None:
+    """Return the index of the checkpoint in a folder, None if there is none. Raises BadCheckpoint, OSError."""
+    if not is_one(folder):
+        return None
     files = _files(folder)
     try:
         return _read(folder, files)
@@ -232,16 +234,13 @@ class _Model:
 
     def add_parameters(self, index: Index) -> None:
         """Add the model's tensors to the index. Raises BadCheckpoint if the ranks' parts do not fit together."""
-        for own in self._all():
+        for own in (own for place in self._owns for own in self._chain(place) if own.kept):
             for shape, block in self._blocks(own, own.found):
                 index.add(own.whole, shape, own.found.storage.dtype, block)
         for tensor in index.parameters():
             boxes = {block.box for block in tensor.blocks}
             if sum(math.prod(extent) for _, extent in boxes) != math.prod(tensor.shape):
                 raise BadCheckpoint(f"{self._folder}: {tensor.name} is not in all of its layers: {INSTEAD}")
-
-    def _all(self) -> Iterator[_Own]:
-        return (own for place in self._owns for own in self._chain(place) if own.kept)
 
     def _chain(self, place: tuple[int, int]) -> list[_Own]:
         return [own for _, owns in sorted(self._owns[place].items()) for own in owns]

@@ -145,4 +145,4 @@ def _add(index: Index, found: Archive, state: Any) -> None:
             raw = found.raw(each)
             index.tensors[name] = Tensor(name, raw.shape, raw.dtype, [Block.of((0,) * len(raw.shape), raw.shape, raw)])
     if not index.tensors:
-        raise BadCheckpoint(f"{found.path} has no tensor of a model: {some(index.common.left)}")
+        raise BadCheckpoint(f"{found.path} has no tensor of a model: {some(index.common.left) or 'none at all'}")
