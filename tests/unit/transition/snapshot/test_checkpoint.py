@@ -141,13 +141,6 @@ def test_a_damaged_one_is_passed_over_for_the_one_before_by_all(tmp_path, state,
     assert [each.iteration for each in Checkpoints(tmp_path).whole_ones()] == [7, 5], "written again it is sound"
 
 
-def test_where_none_can_be_read_nothing_is_begun_anew(tmp_path, state, snapshot):
-    written(tmp_path, state, 5, Writer())
-    (tmp_path / "iteration-00000005" / Writer().name).write_bytes(b"torn")
-    with raises_text(CheckpointError, snapshot, tmp_path):
-        Checkpoints(tmp_path).load(state)
-
-
 def test_another_model_is_said_to_be_one(tmp_path, state, snapshot):
     written(tmp_path, state, 5, Writer())
     other = training()
@@ -293,23 +286,27 @@ def iterations(folder: Path) -> list[int]:
     return sorted(each.iteration for each in Checkpoints(folder).whole_ones())
 
 
-def test_the_first_member_writes_at_once(tmp_path, state, capsys):
-    Checkpoints(tmp_path).rescue(state, 7, 0)
-    assert iterations(tmp_path) == [7]
-    assert "with iteration 7" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("calls", "saved"),
+    [
+        ([(7, 0, Writer())], [7]),
+        ([(8, 0, Writer()), (7, 0, Writer()), (8, 5, Writer())], [8]),
+        ([(7, 0, Writer()), (8, 1, Writer())], [7, 8]),
+        ([(7, 0, Writer(place=1, size=2)), (7, 0, Writer(size=2))], [7]),
+    ],
+    ids=["the first at once", "nothing that is there", "one that has stepped", "each place its own part"],
+)
+def test_a_rescue_writes_what_is_not_there_yet(tmp_path, state, capsys, calls, saved):
+    for iteration, turn, writer in calls:
+        Checkpoints(tmp_path).rescue(state, iteration, turn, writer)
+    assert iterations(tmp_path) == saved
+    assert capsys.readouterr().err.count("was saved in") == (1 if saved == [8] else len(calls))
 
 
 def test_the_others_write_what_those_before_them_did_not(tmp_path, state):
     began = time.monotonic()
     Checkpoints(tmp_path).rescue(state, 7, 2)
     assert iterations(tmp_path) == [7] and time.monotonic() - began >= 0.8
-
-
-def test_what_is_there_is_not_written_again(tmp_path, state):
-    Checkpoints(tmp_path).rescue(state, 8, 0)
-    Checkpoints(tmp_path).rescue(state, 7, 0)
-    Checkpoints(tmp_path).rescue(state, 8, 5)
-    assert iterations(tmp_path) == [8]
 
 
 def test_who_wrote_a_shard_beside_those_of_agents_writes_it_again_where_the_agents_are_gone(tmp_path, state):
@@ -320,19 +317,6 @@ def test_who_wrote_a_shard_beside_those_of_agents_writes_it_again_where_the_agen
     for job, writer in zip(jobs, writers, strict=True):
         job.rescue(state, 5, writer=writer)
     assert iterations(tmp_path) == [5]
-
-
-def test_each_place_writes_its_own_part(tmp_path, state):
-    for place in (1, 0):
-        Checkpoints(tmp_path).rescue(state, 7, 0, Writer(place=place, size=2))
-    assert iterations(tmp_path) == [7]
-
-
-def test_who_is_further_saves_what_it_knows(tmp_path, state):
-    """It has stepped, the first member has not."""
-    Checkpoints(tmp_path).rescue(state, 7, 0)
-    Checkpoints(tmp_path).rescue(state, 8, 1)
-    assert iterations(tmp_path) == [7, 8]
 
 
 @pytest.mark.parametrize("ahead", [0.0, 60.0, -2.0])

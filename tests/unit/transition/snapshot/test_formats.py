@@ -56,16 +56,21 @@ def torch_dist(folder: Path, out: Path) -> Path:
     return at
 
 
+def exported(saves: Path, out: Path, form: str) -> Path:
+    """The checkpoint in another format, under its own names."""
+    if form == "torch_dist":
+        torch_dist(saves, out)
+    else:
+        convert.export(opening.index_of(saves), out, form)
+    return out
+
+
 # ------------------------------------------------------------ there and back
 @pytest.mark.parametrize("form", ["dcp", "torch_dist"])
 def test_a_training_begins_from_what_another_has_exported_bit_for_bit(tmp_path, saved, form):
     state, saves = saved
-    if form == "dcp":
-        convert.export(opening.index_of(saves), tmp_path / "out", form)
-    else:
-        torch_dist(saves, tmp_path / "out")
     other = training(2)
-    assert Checkpoints(tmp_path / "new", begin_from=tmp_path / "out").load(other) == 7
+    assert Checkpoints(tmp_path / "new", begin_from=exported(saves, tmp_path / "out", form)).load(other) == 7
     assert same(state, other)
 
 
@@ -181,12 +186,7 @@ def test_no_other_name_is_looked_up(name):
 
 @pytest.mark.parametrize("form", ["dcp", "torch_dist", "safetensors"])
 def test_damage_is_found(tmp_path, saved, form):
-    _, saves = saved
-    if form == "torch_dist":
-        torch_dist(saves, tmp_path / "out")
-    else:
-        convert.export(opening.index_of(saves), tmp_path / "out", form)
-    assert opening.verify(tmp_path / "out")[1] == []
+    assert opening.verify(exported(saved[1], tmp_path / "out", form))[1] == []
     path = max((path for path in (tmp_path / "out").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
     path.write_bytes(path.read_bytes()[:-40])
     assert "cut off" in opening.verify(tmp_path / "out")[1][0]

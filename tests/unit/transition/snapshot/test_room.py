@@ -131,15 +131,11 @@ def removed(folder: Path) -> int:
     return descriptor
 
 
-def test_room_that_somebody_is_freeing_is_waited_for(memory, monkeypatch):
-    full = Full(monkeypatch, 3, removed(memory.parent / "unicron.3.b2.n1.0"))
-    Image(memory / "a.image", 10, 10)
-    assert full.asked == 4
-
-
-def test_so_is_room_of_what_was_left_unfinished_in_the_own_folder(memory, monkeypatch):
-    (memory / f"{shared_memory.AWAY}state-0-0.image.1.new").touch()
-    full = Full(monkeypatch, 3, None)
+@pytest.mark.parametrize("other_job", [True, False], ids=["of another job", "unfinished in the own folder"])
+def test_room_that_somebody_is_freeing_is_waited_for(memory, monkeypatch, other_job):
+    if not other_job:
+        (memory / f"{shared_memory.AWAY}state-0-0.image.1.new").touch()
+    full = Full(monkeypatch, 3, removed(memory.parent / "unicron.3.b2.n1.0") if other_job else None)
     Image(memory / "a.image", 10, 10)
     assert full.asked == 4
 
