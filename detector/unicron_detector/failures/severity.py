@@ -116,13 +116,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The meaning of a signal. ``rule``: the id of the table's row that decided. ``reason``: a sentence for people."""
+    """The meaning of a signal."""
 
     cause: str
     severity: Severity
     action: str
-    reason: str
-    rule: str
+    reason: str  # a sentence for people
+    rule: str  # the id of the table's row that decided
     scope: str = "unknown"
 
 

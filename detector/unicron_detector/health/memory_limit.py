@@ -18,13 +18,10 @@ _V2 = ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_re
 
 
 class MemoryLeft(NamedTuple):
-    """The memory that is left for this process's group.
+    """The memory that is left for this process's group."""
 
-    size: bytes, below 0 for a group that is over its limit. folder: the group with the nearest limit.
-    """
-
-    size: int
-    folder: Path
+    size: int  # bytes, below 0 for a group that is over its limit
+    folder: Path  # the group with the nearest limit
 
 
 def memory_left(pid: int | str = "self", proc: Path = Path("/proc")) -> MemoryLeft | None:

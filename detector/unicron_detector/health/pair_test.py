@@ -16,21 +16,22 @@ Group = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one group's test. seconds: None if it did not end."""
+    """The result of one group's test."""
 
     passed: bool
-    seconds: float | None = None
+    seconds: float | None = None  # None if it did not end
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """The judgement of all nodes, with reasons. ``slow``: works, but slows its partners. ``good``: cleared.
-    ``unknown``: not tested beside a good partner, so not isolated."""
+    """The judgement of all nodes: node -> reason."""
 
     bad: Mapping[str, str] = field(default_factory=dict)
     slow: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that work, but slow their partners."""
     good: tuple[str, ...] = ()
     unknown: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that were not tested beside a good partner, and so are not isolated."""
 
 
 def first_round(nodes: Sequence[str]) -> list[Group]:

@@ -26,13 +26,14 @@ Row = Mapping[int, Mapping[str, float]]
 
 @dataclass
 class Block:
-    """Sums over some iterations: slot -> one number for each phase. apart, squared: of the differences from the mean of
-    all ranks, so that common noise does not count."""
+    """Sums over some iterations: slot -> one number for each phase."""
 
     iterations: int = 0
     seconds: dict[int, list[float]] = field(default_factory=dict)
     apart: dict[int, list[float]] = field(default_factory=dict)
+    """Differences from the mean of all ranks, so that common noise does not count."""
     squared: dict[int, list[float]] = field(default_factory=dict)
+    """Their squares."""
 
     def add(self, row: Row) -> None:
         table = {slot: [times.get(name, 0.0) for name in OWN_TIMES] for slot, times in row.items()}

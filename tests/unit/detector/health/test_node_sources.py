@@ -252,6 +252,7 @@ def test_links_of_devices_and_of_infiniband_ports(tmp_path):
     link("docker0", 2, device=False)
     watch = LinkWatch(tmp_path)
     assert watch.new_flaps() == {}
+    link("eth0", 7)  # it is new
     link("ib0", 4)
     link("docker0", 9, device=False)
     port.write_text("1\n")
