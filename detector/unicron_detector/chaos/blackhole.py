@@ -54,14 +54,14 @@ def undeafen(one: socket.socket) -> None:
 
 
 def _sockets() -> list[tuple[int, socket.socket]]:
-    found = []
+    sockets = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{name}")
             if target.startswith("socket:["):
                 view = socket.socket(fileno=os.dup(int(name)))
                 if view.family in (socket.AF_INET, socket.AF_INET6) and view.type == socket.SOCK_STREAM:
-                    found.append((int(target[8:-1]), view))
+                    sockets.append((int(target[8:-1]), view))
                 else:
                     view.close()
-    return found
+    return sockets

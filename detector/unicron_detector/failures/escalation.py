@@ -125,8 +125,8 @@ class Case:
 
     def find_event(self) -> tuple[Event, str]:
         """Return the event of the first rule that holds, and why it holds."""
-        found = ((event, rule(self)) for event, rule in RULES)
-        return next((event, why) for event, why in found if why is not None)
+        outcomes = ((event, rule(self)) for event, rule in RULES)
+        return next((event, why) for event, why in outcomes if why is not None)
 
     @cached_property
     def seen(self) -> int:

@@ -233,8 +233,8 @@ class History:
     def node_moments(self, node: str, now: float, new: Fault | None = None) -> int:
         """Count the separate moments of the node's own faults within the flap window: of all jobs, or of the new
         fault's job. Faults of applications, and network faults that something else explains, do not count."""
-        known = self.node_of_job.get(new.job, {}) if new else self.by_node
-        own = [fault for fault in known.get(node, ()) if now - fault.time <= self.policy.flap_window]
+        by_node = self.node_of_job.get(new.job, {}) if new else self.by_node
+        own = [fault for fault in by_node.get(node, ()) if now - fault.time <= self.policy.flap_window]
         own += [new] if new else []
         recent = self._of_job(new.job) if new else self.recent
         times = [fault.time for fault in own if fault.scope in BLAMING and not self._elsewhere(fault, recent)]

@@ -30,16 +30,16 @@ def memory_left(pid: int | str = "self", proc: Path = Path("/proc")) -> MemoryLe
     if file is None:
         return None
     limit, usage, cache = _V1 if file.name == "memory.oom_control" else _V2
-    found = []
+    limits = []
     for folder in (file.parent, *file.parent.parents):
         try:
-            taken = int((folder / usage).read_text())
+            used = int((folder / usage).read_text())
             most = (folder / limit).read_text().strip()
         except (OSError, ValueError):
             break  # above the first group, which has no limit in version 2
         if most.isdecimal():  # "max" is none
-            found.append(MemoryLeft(int(most) - taken + _sum(folder / "memory.stat", cache), folder))
-    return min(found, default=None)
+            limits.append(MemoryLeft(int(most) - used + _sum(folder / "memory.stat", cache), folder))
+    return min(limits, default=None)
 
 
 def _sum(file: Path, names: tuple[str, ...]) -> int:

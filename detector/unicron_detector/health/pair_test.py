@@ -50,9 +50,9 @@ def first_round(nodes: Sequence[str]) -> list[Group]:
 def suspects(results: Mapping[Group, Outcome], slower: float = 1.5) -> list[str]:
     """Return the nodes of groups that failed, or that took ``slower`` times the median of those that passed."""
     limit = _limit(results, slower)
-    found = {node for group, outcome in results.items() if not _fine(outcome, limit) for node in group}
+    doubtful = {node for group, outcome in results.items() if not _fine(outcome, limit) for node in group}
     cleared = {node for group, outcome in results.items() if _fine(outcome, limit) for node in group}
-    return sorted(found - cleared)
+    return sorted(doubtful - cleared)
 
 
 def second_round(results: Mapping[Group, Outcome], slower: float = 1.5) -> list[list[Group]]:

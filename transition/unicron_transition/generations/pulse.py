@@ -23,10 +23,10 @@ _INFO = struct.Struct("=xxB21xI16xI8xI60xQQ")
 
 
 class Pulse:
-    """The progress of a rank's connections, for one thread. connections() returns inode -> file descriptor."""
+    """The progress of a rank's connections, for one thread."""
 
     def __init__(self, connections: Callable[[], Mapping[int, int]]):
-        self._connections = connections
+        self._connections = connections  # returns inode -> file descriptor
         self._bytes = -1
         self._retries = 0
         self._since: dict[int, float] = {}  # inode -> when its retries began

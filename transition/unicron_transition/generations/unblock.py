@@ -34,11 +34,10 @@ def _is_tcp(descriptor: int) -> bool:
 
 
 class Unblocker:
-    """The sockets of the present generation. Thread-safe. abort(inside) frees waits in groups without sockets
-    (NCCL)."""
+    """The sockets of the present generation. Thread-safe."""
 
     def __init__(self, abort: Callable[[bool], int] = lambda inside: 0) -> None:
-        self._abort = abort
+        self._abort = abort  # abort(inside) frees waits in groups without sockets (NCCL)
         self._lock = threading.Lock()
         self._foreign: set[int] | None = None  # while groups are built: the sockets that were open before
         self._across: set[int] = set()

@@ -281,8 +281,8 @@ def _stop(original: Callable[..., None]) -> Callable[..., None]:
 def _own_times(timers: Any, names: list[str], reset: bool, barrier: bool) -> torch.Tensor | None:
     if not names:
         return None
-    known = known_timers(timers)
-    times = [known[name].elapsed(reset=reset) if name in known else 0.0 for name in names]
+    started = known_timers(timers)
+    times = [started[name].elapsed(reset=reset) if name in started else 0.0 for name in names]
     return torch.tensor([times], dtype=torch.float, device="cpu")
 
 

@@ -20,10 +20,10 @@ from unicron_transition.snapshot.migrate import TrainingState, as_before, as_pla
 
 
 class Plain:
-    """A plain PyTorch module with its optimizer.
+    """A plain PyTorch module with its optimizer, as a session trains them.
 
-    scheduler: one of `torch.optim.lr_scheduler`, stepped after each iteration, or None. clip_grad: the largest norm of
-    all gradients together. scaler: a `torch.amp.GradScaler`, for fp16.
+    The schedule is one of `torch.optim.lr_scheduler`, stepped after each iteration. `clip_grad` is the largest norm of
+    all gradients together, and the scaler a `torch.amp.GradScaler` for fp16. Each may be None.
     """
 
     varies = False  # the number of micro-batches is fixed: the buckets have room for their proof

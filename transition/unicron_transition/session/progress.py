@@ -41,8 +41,7 @@ class SessionPosition:
 
 
 class RankReporter:
-    """Reports to the agent, if there is one. parameters: the number in this rank's part of the model. flops: per
-    micro-batch."""
+    """Reports to the agent, if there is one."""
 
     def __init__(
         self,
@@ -55,7 +54,8 @@ class RankReporter:
     ):
         self._at, self._member, self._channel = at, member, member.channel
         self._gradients, self._persistence, self._local = gradients, persistence, persistence.local
-        self._parameters, self._flops = parameters, flops
+        self._parameters = parameters  # of this rank's part of the model
+        self._flops = flops  # of a micro-batch
         self.micro_batches_of: Callable[[int], int] = lambda iteration: at.ledger.total
         self._last_reported: tuple[Any, ...] = ()  # the position in the last status
 

@@ -101,14 +101,13 @@ class CopyFailed(RuntimeError):
 
 class ShardExchange:
     """The exchange of one rank. All methods but :meth:`check_alive` are collective over the group, and raise
-    RuntimeError if a peer is lost.
-
-    group(): the group over which the optimizer is sharded in the present generation. wire: the device on which the
-    backend wants its tensors. lost(): whether the generation is over.
-    """
+    RuntimeError if a peer is lost."""
 
     def __init__(self, group: Callable[[], Any], wire: torch.device, lost: Callable[[], bool]):
-        self._group, self._wire, self._lost = group, wire, lost
+        self._group = group
+        """Returns the group over which the optimizer is sharded in the present generation."""
+        self._wire = wire  # the device on which the backend wants its tensors
+        self._lost = lost  # whether the generation is over
 
     def who_holds(self, count: int, step: float, shards: Sequence[int]) -> tuple[int, float, list[set[int]]]:
         """Return the number of shards of a set, Adam's step, and the shards that each rank holds, from what this rank
