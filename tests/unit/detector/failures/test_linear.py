@@ -19,29 +19,7 @@ from unicron_detector.failures.statements import LONGEST_LINE, LONGEST_TEXT, hea
 TABLE = default_table()
 TEXT_RULES = TABLE.of_kind("text")
 HARMLESS = "the quick brown fox jumps over lazy tensor 12 "
-MIXTURES = [
-    "a",
-    "A",
-    "0",
-    " ",
-    "/",
-    "_",
-    ".",
-    ":",
-    "-",
-    "(",
-    "[",
-    "'",
-    '"',
-    "^",
-    "~",
-    "a1_",
-    "a.",
-    "a::",
-    "/.so(",
-    "\t",
-    "é",
-]
+MIXTURES = [*"aA0 /_.:-([^~'\"\té", "a1_", "a.", "a::", "/.so("]
 RATIO = 50  # to a harmless text of the same length, of which most patterns see nothing at all
 
 
