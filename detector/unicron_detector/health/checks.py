@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -82,11 +83,11 @@ def _root(settings: Settings, *parts: str) -> Path:
     return Path(settings.root, *parts)
 
 
-def _number(path: Path) -> int | None:
+def _text(path: Path) -> str:
     try:
-        return int(path.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return None
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return ""
 
 
 # ------------------------------------------------------------------------------------------------------------- gpu
@@ -158,16 +159,15 @@ def _judge_gpu(row: dict[str, str]) -> Finding:
 def check_memory(settings: Settings) -> Finding:
     """Check that all memory is there, no uncorrectable error was counted, and a pattern reads back as written."""
     findings = []
-    total = None
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        total = int(_root(settings, "proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) // 1024
+    size = re.search(r"MemTotal:\s*(\d+)", _text(_root(settings, "proc/meminfo")))
+    total = int(size[1]) // 1024 if size else None
     if total is None:
         findings.append(Finding(UNKNOWN, "/proc/meminfo cannot be read"))
     elif settings.memory_mb and total < 0.9 * settings.memory_mb:
         findings.append(Finding(BAD, f"{total} MB of memory where {settings.memory_mb} MB are expected"))
     for path in sorted(_root(settings, "sys/devices/system/edac/mc").glob("mc*/ue_count")):
-        count = _number(path)
-        if count:
+        count = _text(path)
+        if count.isdecimal() and int(count):
             findings.append(Finding(BAD, f"memory controller {path.parent.name}: {count} uncorrectable errors (EDAC)"))
     findings.append(_pattern(settings.test_mb))
     if total is not None:
@@ -195,13 +195,6 @@ def check_nic(settings: Settings) -> Finding:
     return Finding(
         GOOD if up else UNKNOWN, f"up: {', '.join(sorted(up)) or 'no interface says so'}", {"up": sorted(up)}
     )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _judge_nic(name: str, settings: Settings) -> Finding:

@@ -8,13 +8,13 @@ to /dev/kmsg under another facility), and only lines whose beginning no process 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from unicron_detector.failures.classify import Classifier
 from unicron_detector.failures.severity import Severity, Verdict
@@ -40,13 +40,12 @@ _HEAD = re.compile(rb"^(\d+),(\d+),\d+,[^;]*;")
 _OF_A_USER = re.compile(r",? (?:pid|name|comm)[=:].*")  # the rest of the line may hold a process's name
 
 
-@dataclass
-class KernelState:
-    """The state of earlier checks of this boot: the last record's number, and the lines that condemn the node."""
+class KernelState(msgspec.Struct):
+    """The state of earlier checks of one boot."""
 
     boot: str
-    last: int
-    bad: list[str] = field(default_factory=list)
+    last: int  # number of the last record
+    bad: list[str] = []  # the lines that condemn the node
 
 
 def proven(line: str, classifier: Classifier) -> Verdict | None:
@@ -107,11 +106,8 @@ def _read(descriptor: int) -> Iterator[bytes]:
 
 def _load(state: Path, boot: str) -> KernelState | None:
     try:
-        content = json.loads(state.read_text())
-        before = KernelState(str(content["boot"]), int(content["last"]), [str(line) for line in content["bad"]])
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError):  # cut off or of another release: as at the first check
+        before = msgspec.json.decode(state.read_bytes(), type=KernelState)
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):  # a file that is cut off is as none
         return None
     return before if before.boot == boot else KernelState(boot, -1)
 
@@ -123,5 +119,5 @@ def _save(state: Path, now: KernelState) -> None:
     if owner.st_uid != os.geteuid() or owner.st_mode & 0o022:
         raise PermissionError(errno.EPERM, "others can write there", str(folder))
     draft = state.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps({"boot": now.boot, "last": now.last, "bad": now.bad}))
+    draft.write_bytes(msgspec.json.encode(now))
     draft.replace(state)

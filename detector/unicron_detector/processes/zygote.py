@@ -241,7 +241,8 @@ class Zygote:
             for path, package in self._scripts():
                 self._lead(path, package)
             self._import_all(later)
-            self._import_later()
+            with contextlib.suppress(Cold):  # errors are left to the ranks, which would import these by themselves
+                self._import_all([module for now, module in LATER.items() if now in sys.modules])
         self._files.add_modules()
         self._written = {name: os.environ.get(name) for name in Reads.written}
         if reason := forkable.unsafe() or forkable.open_handles(before | {self._line.fileno()}) or forkable.trial():
@@ -281,11 +282,6 @@ class Zygote:
     def _import_all(self, names: list[str]) -> None:
         for name in names:
             self._import(ast.parse(f"import {name}").body[0], {}, f"import {name}")
-
-    def _import_later(self) -> None:
-        """Import what every rank would import by itself; errors are left to the ranks."""
-        with contextlib.suppress(Cold):
-            self._import_all([later for now, later in LATER.items() if now in sys.modules])
 
     def _import(self, statement: ast.stmt, space: dict[str, object], where: str) -> None:
         try:
