@@ -149,7 +149,7 @@ class KernelFaults:
         kind = (code, (xid.group(1) or "") if xid else _NUMBERS.sub("#", line), pid_in(line))
         last, reported, lines = self._bursts.get(kind, [-BURST_SECONDS, -LONGEST_BURST, 0])
         goes_on = now - last < BURST_SECONDS and now - reported < LONGEST_BURST
-        if goes_on or not self._may(now):
+        if goes_on or not self._is_within_rate(now):
             self._bursts[kind] = [now, reported, lines + 1]
             return None
         self._bursts[kind] = [now, now, 0]
@@ -157,7 +157,7 @@ class KernelFaults:
             del self._bursts[min(self._bursts, key=lambda each: self._bursts[each][0])]
         return KernelFault(line, code, verdict, int(lines) + 1)
 
-    def _may(self, now: float) -> bool:
+    def _is_within_rate(self, now: float) -> bool:
         self._reported = [at for at in self._reported if now - at < 60.0]
         if len(self._reported) >= PER_MINUTE:
             return False

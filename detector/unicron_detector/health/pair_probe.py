@@ -338,7 +338,7 @@ def _there_and_back(transport: Transport, other: int, data: bytes) -> float:
     return max(time.perf_counter() - begin, 1e-9)
 
 
-def here(wanted: str) -> list[str]:
+def usable_backends(wanted: str) -> list[str]:
     """Return the backends that this node could use, best first. torch is imported only if it may be used."""
     backends = ["sockets"] if wanted in ("auto", "sockets") else []
     if wanted == "sockets":
@@ -359,7 +359,7 @@ def here(wanted: str) -> list[str]:
 
 def agree_on_backend(rank: int, nodes: Sequence[str], links: dict[int, Link], wanted: str) -> tuple[str, int, int]:
     """Return (backend, GPUs to test, port of the torch store), the same on all nodes. Raises PairError."""
-    mine = here(wanted)
+    mine = usable_backends(wanted)
     gpus = 0
     if "nccl" in mine:
         import torch

@@ -123,7 +123,7 @@ def check_program(name: str, given: str | HealthProgram, timeout: float) -> Find
     """Run the program and return its finding. A program that cannot be trusted is not run."""
     program = as_program(given)
     command = shlex.split(program.command)
-    if why := _unfit(command, program.user):
+    if why := _why_unfit(command, program.user):
         return Finding(WARNING, f"{name} is not run: {why}")
     try:
         status, out = _run(command, program.user, max(0.1, timeout - GRACE_SECONDS))
@@ -150,7 +150,7 @@ def judge(program: HealthProgram, file: str, status: int, lines: Sequence[str]) 
     return Finding(verdict, finding.reason, finding.values)
 
 
-def _unfit(command: Sequence[str], user: str) -> str:
+def _why_unfit(command: Sequence[str], user: str) -> str:
     """Return why the program must not be run here; empty if it may be. Only root may have written what root runs."""
     if not command:
         return "its command is empty"

@@ -36,15 +36,14 @@ class Withdraw:
 
 @dataclass(frozen=True)
 class Plan:
-    """A generation as the controller planned it. With `boundary` it is an offer, taken at the end of the iteration in
-    which every member holds it. The fields are described in `unicron_ctl.shared.protocol.wire.Plan`."""
+    """A generation as the controller planned it. `unicron_ctl.shared.protocol.wire.Plan` describes its fields."""
 
     kind: ClassVar[str] = "plan"
     generation: int
     members: list[int]
     store: str
     prefix: str
-    boundary: bool = False
+    boundary: bool = False  # an offer, taken at the end of the iteration in which every member holds it
     joiners: list[int] = field(default_factory=list)
     source: int | None = None
     step: int | None = None
@@ -159,10 +158,10 @@ class Status:
 
 @dataclass
 class CollectiveProgress:
-    """The network of the rank's present collective makes progress: `moved` differs from the last message."""
+    """The network of the rank's present collective makes progress."""
 
     kind: ClassVar[str] = "moved"
-    moved: int
+    moved: int  # differs from the last message
 
 
 @dataclass

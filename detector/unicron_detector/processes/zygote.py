@@ -159,7 +159,7 @@ def without_collector() -> Iterator[None]:
             gc.set_threshold(*before)
 
 
-def different(seen: Mapping[str, str | None], mine: Mapping[str, str], ranks: Mapping[str, str]) -> str | None:
+def first_difference(seen: Mapping[str, str | None], mine: Mapping[str, str], ranks: Mapping[str, str]) -> str | None:
     """Return the first variable that the imports, or perhaps C code, have read and that differs for this rank."""
     names = [name for name in {**mine, **ranks} if READ_IN_C.fullmatch(name)]
     before = {**{name: mine.get(name) for name in names}, **seen}
@@ -318,7 +318,7 @@ class Zygote:
     def _refusal(self, environment: Mapping[str, str], asked: float) -> dict[str, object] | None:
         if path := self._files.first_change(asked):
             return {"cold": f"{path} has changed since it was read", "stale": True}
-        if name := different(Reads.seen, self._mine, environment):
+        if name := first_difference(Reads.seen, self._mine, environment):
             return {"cold": f"its imports depend on {name}, which this rank has otherwise"}
         return None
 
@@ -419,7 +419,7 @@ def run(words: list[str], first: str) -> None:
     exec(code, vars(main))
 
 
-def end_of(words: list[str], first: str) -> int:
+def run_to_end(words: list[str], first: str) -> int:
     """Run the command, and return its exit status like the interpreter's."""
     try:
         run(words, first)
@@ -481,7 +481,7 @@ def main() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     zygote.send_to_agent(ready=True)
-    exit_process(end_of(zygote.serve(), zygote.first))
+    exit_process(run_to_end(zygote.serve(), zygote.first))
 
 
 if __name__ == "__main__":

@@ -70,10 +70,10 @@ ONLY = {
 
 @dataclass(frozen=True)
 class Folders:
-    """The folders of Unicron's checkpoints, which are written to `save` and may begin from `load`."""
+    """The folders of Unicron's checkpoints."""
 
-    save: Path | None
-    load: Path | None
+    save: Path | None  # where they are written
+    load: Path | None  # where the training may begin from
     interval: int
     """Iterations between two checkpoints."""
     needed: bool

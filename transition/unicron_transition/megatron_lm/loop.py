@@ -78,7 +78,9 @@ class Loop:
             from megatron.training import get_args
 
             args, config = get_args(), get_model_config(model[0])
-            session = self._make(args, forward_step_func, model, optimizer, opt_param_scheduler, data.one(samples))
+            session = self._make(
+                args, forward_step_func, model, optimizer, opt_param_scheduler, data.built_samples(samples)
+            )
 
             def to_the_end() -> Any:
                 while True:

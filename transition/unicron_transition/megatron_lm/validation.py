@@ -47,7 +47,7 @@ class Evaluation:
         from megatron.training import get_args, get_timers
 
         args, timers = get_args(), get_timers()
-        samples = data.one(data_iterator)
+        samples = data.built_samples(data_iterator)
         number = args.eval_iters if eval_iters is None else eval_iters
         timers("evaluate", log_level=0).start(barrier=True)
         value = self._value(args, samples, number)

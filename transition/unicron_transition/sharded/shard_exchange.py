@@ -30,17 +30,14 @@ class MissingShard(RuntimeError):
 
 @dataclass(frozen=True)
 class Move:
-    """One run of elements that moves from an old shard to a new one.
+    """One run of elements that moves from an old shard to a new one. A rank that has what it needs moves it to
+    itself."""
 
-    The rank `source` reads it at `read` in the old shard `old`; the rank `target` writes it at `write` in its new
-    shard. A rank that has what it needs moves it to itself.
-    """
-
-    source: int
-    target: int
-    old: int
-    read: int
-    write: int
+    source: int  # the rank that reads
+    target: int  # the rank that writes
+    old: int  # the old shard
+    read: int  # place in the old shard
+    write: int  # place in the target's new shard
     size: int
 
 
