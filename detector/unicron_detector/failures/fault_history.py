@@ -38,7 +38,7 @@ class Fault:
 
     @property
     def at_start(self) -> bool:
-        """A process ended before it had finished an iteration."""
+        """Whether a process ended before it had finished an iteration."""
         return self.uptime is not None and not self.worked
 
 

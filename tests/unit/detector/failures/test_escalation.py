@@ -49,7 +49,7 @@ class Run:
 
 
 def actions(run: Run, cause: str, times: int, iterates: bool = True, **more) -> list[str]:
-    """The decisions about a fault that comes so often; iterates: the job finishes an iteration after each."""
+    """Return the decisions about a fault that comes so often; iterates: the job finishes an iteration after each."""
     found = []
     for _ in range(times):
         found.append(run.fault(cause, **more).action)
@@ -217,7 +217,7 @@ def test_the_first_fault_of_storage_begins_its_patience():
 
 
 def began(run: Run, cause: str, *places: tuple[int, str], job_nodes: int, fresh: bool = True, **more) -> list[Event]:
-    """What ranks are that die of one cause at their start, before the job's first iteration."""
+    """Return the events of ranks that die of one cause at their start, before the job's first iteration."""
     return [
         run.fault(cause, slot=slot, node=node, job_nodes=job_nodes, fresh=fresh, **{**DIED, **more}).event
         for slot, node in places
@@ -361,8 +361,7 @@ def test_other_jobs_do_not_explain_a_jobs_fault():
 
 
 def test_all_ranks_that_are_killed_at_once_start_again_in_place_however_often():
-    """Where their state is in memory."""
-    run = Run()
+    run = Run()  # of a job whose state is in memory
 
     def killed(slot: int, after: float) -> Decision:
         return run.fault("killed_from_outside", after, slot, f"n{slot}", uptime=90.0, job_nodes=3)
@@ -468,7 +467,7 @@ class CountedFault(Fault):
 
 
 def looks_at_the_last(cause: str, slots: int) -> int:
-    """How much the last of many ranks costs that fail at once, twice."""
+    """Return how often faults are looked at for the last of many ranks that fail at once, twice."""
     run = Run()
     run.kind = CountedFault
     for _ in range(2):

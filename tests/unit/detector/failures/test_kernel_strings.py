@@ -1,4 +1,5 @@
-"""What drivers of the Linux kernel print (docs/behaviour/kernel), filled in: only lines that mean harm take a node."""
+"""Lines that drivers of the Linux kernel print (docs/behaviour/kernel), filled in: only those that mean harm take a
+node."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def lines_of(driver: str, text: str) -> Iterator[str]:
 
 @cache
 def patterns(driver: str) -> dict[str, re.Pattern[str]]:
-    """Of each string that has enough words of its own, what matches the lines that are made of it."""
+    """Return string -> pattern of the lines that are made of it, for strings with enough words of their own."""
     found = {}
     for text in strings(driver):
         own = CONVERSION.split(text)[::2]

@@ -110,7 +110,7 @@ def test_an_admin_who_has_mended_it_removes_what_is_remembered(node: Node) -> No
 
 
 def test_only_the_kernels_own_records_count(node: Node) -> None:
-    """Who may write to /dev/kmsg, as programs in containers may, writes under another facility (LOG_USER)."""
+    """A program that may write to /dev/kmsg, as some in containers, writes under another facility (LOG_USER)."""
     node.check()
     node.say(GPU_LOST, priority=8 + 2)
     assert node.check()[0] == "good"

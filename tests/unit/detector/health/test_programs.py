@@ -134,7 +134,7 @@ def test_what_others_can_write_is_not_run(tmp_path: Path, mode: int) -> None:
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
 @pytest.mark.parametrize("which", ["its own", "one above", "of a link"])
 def test_what_others_can_put_into_its_place_is_not_run(tmp_path: Path, which: str, mode: int) -> None:
-    """Who may write any folder on the way to it, links included, exchanges it between the look and the start."""
+    """A user who may write any folder on the way to it, links included, could exchange it before the start."""
     folder = tmp_path / "site" / "checks"
     folder.mkdir(parents=True)
     links = tmp_path / "links"
