@@ -190,16 +190,6 @@ def test_of_several_lines_the_worst_counts_and_no_line_excuses_another():
     assert CLASSIFIER.text(burst.format(4), "kernel").action == REPORT
 
 
-def test_roots_check_knows_the_memory_error_of_an_epyc_and_an_exception():
-    for line in (
-        "EDAC MC0: 1 UE on mc#0csrow#1channel#2 (csrow:1 channel:2 page:0x1f offset:0x0 grain:64)",
-        "mce: [Hardware Error]: CPU 3: Machine Check Exception: 7 Bank 1: bd80000000100134",
-    ):
-        found = proven(line, CLASSIFIER)
-        assert found is not None and found.cause == "host_hardware_error"
-    assert proven("EDAC MC0: 1 UE [4242]: segfault at 0 ip 00005581 sp 00007ffd error 4 on mc#0", CLASSIFIER) is None
-
-
 @pytest.mark.parametrize(
     ("line", "cause", "severity"),
     [
