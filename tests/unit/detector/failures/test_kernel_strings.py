@@ -14,7 +14,6 @@ import pytest
 from unicron_detector.failures.classify import default_classifier
 from unicron_detector.failures.severity import REPORT, Severity
 from unicron_detector.health.kernel_check import proven
-from unicron_detector.health.kernel_log import KernelFaults
 
 KERNEL = Path(__file__).parents[4] / "docs" / "behaviour" / "kernel"
 DRIVERS = tomllib.loads((KERNEL / "drivers.toml").read_text())
@@ -173,11 +172,6 @@ def test_a_machine_check_that_the_reset_before_left_is_of_an_earlier_boot(at, se
     line = f"[{at}] mce: [Hardware Error]: CPU 0: Machine Check: 0 Bank 4: a600000000020408"
     for before in ("", "kernel: ", "Sep 16 19:51:15 n1 kernel: "):
         assert CLASSIFIER.text(before + line, "kernel").severity == severity
-
-
-def test_what_says_that_it_is_no_fault_is_not_told_on():
-    faults = KernelFaults(CLASSIFIER)
-    assert faults.read_line("ice 0000:31:00.0: can't set link to OFF, err -5 not fatal, continuing", 0.0) is None
 
 
 def test_of_several_lines_the_worst_counts_and_no_line_excuses_another():

@@ -99,6 +99,7 @@ def test_only_what_a_kernel_would_say_of_a_fault_is_one():
         "usb 1-1: new high-speed USB device number 2 using xhci_hcd",
         "systemd[1]: Started Session 4 of user ann.",
         "audit: type=1400 apparmor=DENIED operation=open comm=python: Permission denied",
+        "ice 0000:31:00.0: can't set link to OFF, err -5 not fatal, continuing",
         "ModuleNotFoundError: No module named 'x'",
         "RuntimeError: CUDA out of memory",
     ]
