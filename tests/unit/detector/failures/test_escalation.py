@@ -69,50 +69,43 @@ QUICK = {"uptime": 3.0, "worked": False}
 LATE = {"uptime": 900.0, "worked": False}
 
 
-@pytest.mark.parametrize(
-    ("policy", "cause", "more", "iterates", "expected"),
-    [
-        pytest.param({}, "hardware_warning", {}, True, ["report"], id="a warning is only reported"),
-        pytest.param({}, "ecc_error", {}, True, ["isolate"], id="severity 1"),
-        pytest.param({}, "nccl_timeout", {}, True, ["reattempt", "restart", "isolate"], id="the third moment flaps"),
-        pytest.param({}, "cuda_error", {}, True, ["restart", "move"], id="severity 2 again"),
-        pytest.param(
-            {"window": 600.0}, "cuda_error", {"after": 601.0}, True, ["restart"] * 2, id="a fault after the window"
-        ),
-        pytest.param({}, "application_error", {"uptime": 900.0}, True, ["restart"] * 6, id="an error of the program"),
-        pytest.param(
-            {"stuck_faults": 3}, "application_error", {"uptime": 900.0}, True, ["restart"] * 20, id="progress forgives"
-        ),
-        pytest.param(
-            {"stuck_faults": 5}, "application_error", LATE, False, ["restart"] * 4 + ["end_job"], id="no progress"
-        ),
-        pytest.param(
-            {"storage_patience": 600.0},
-            "file_system_error",
-            {"uptime": 2.0, "worked": False, "after": 100.0},
-            False,
-            ["restart"] * 7 + ["end_job"],
-            id="storage is waited for",
-        ),
-        *(
-            pytest.param(
-                {}, "application_error", {**QUICK, **where}, False, ["restart"] * 2 + ["end_job"], id=f"a bug, {name}"
-            )
-            for name, where in (("one node", {"job_nodes": 1}), ("no other node", {"stays": True}))
-        ),
-        *(
-            pytest.param(
-                {},
-                "application_error",
-                {"uptime": uptime, "worked": False, "job_nodes": 2},
-                False,
-                expected,
-                id=f"dead after {uptime} s, and there is another node",
-            )
-            for uptime, expected in ((120.0, ["restart", "restart", "move"]), (120.25, ["restart"] * 3))
-        ),
-    ],
-)
+END = ["end_job"]
+LADDER = {  # policy, cause, circumstances, whether the job iterates, actions
+    "a warning is only reported": ({}, "hardware_warning", {}, True, ["report"]),
+    "severity 1": ({}, "ecc_error", {}, True, ["isolate"]),
+    "the third moment flaps": ({}, "nccl_timeout", {}, True, ["reattempt", "restart", "isolate"]),
+    "severity 2 again": ({}, "cuda_error", {}, True, ["restart", "move"]),
+    "a fault after the window": ({"window": 600.0}, "cuda_error", {"after": 601.0}, True, ["restart"] * 2),
+    "an error of the program": ({}, "application_error", {"uptime": 900.0}, True, ["restart"] * 6),
+    "progress forgives": ({"stuck_faults": 3}, "application_error", {"uptime": 900.0}, True, ["restart"] * 20),
+    "no progress": ({"stuck_faults": 5}, "application_error", LATE, False, ["restart"] * 4 + END),
+    "storage is waited for": (
+        {"storage_patience": 600.0},
+        "file_system_error",
+        QUICK | {"uptime": 2.0, "after": 100.0},
+        False,
+        ["restart"] * 7 + END,
+    ),
+    "a bug, one node": ({}, "application_error", QUICK | {"job_nodes": 1}, False, ["restart"] * 2 + END),
+    "a bug, no other node": ({}, "application_error", QUICK | {"stays": True}, False, ["restart"] * 2 + END),
+    "quick deaths, and there is another node": (
+        {},
+        "application_error",
+        QUICK | {"uptime": 120.0, "job_nodes": 2},
+        False,
+        ["restart"] * 2 + ["move"],
+    ),
+    "deaths that are not quick": (
+        {},
+        "application_error",
+        QUICK | {"uptime": 120.25, "job_nodes": 2},
+        False,
+        ["restart"] * 3,
+    ),
+}
+
+
+@pytest.mark.parametrize(("policy", "cause", "more", "iterates", "expected"), LADDER.values(), ids=LADDER)
 def test_actions_that_follow_each_other(policy, cause, more, iterates, expected):
     assert actions(Run(**policy), cause, len(expected), iterates, **more) == expected
 
