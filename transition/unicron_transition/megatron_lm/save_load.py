@@ -17,7 +17,7 @@ from unicron_transition.snapshot.migrate import TrainingState
 NO_CHECKPOINT = "{} has no checkpoint, and --exit-on-missing-checkpoint is given"
 
 
-class SavedAndLoaded(Checkpoints):
+class LauncherCheckpoints(Checkpoints):
     """Checkpoints that are written to `--save`; without it, none are. The training continues from there, otherwise from
     `--load`, which may have Unicron's checkpoints or Megatron-LM's."""
 
@@ -86,6 +86,6 @@ class SavedAndLoaded(Checkpoints):
             super().rescue(*arguments, **keywords)
 
 
-def checkpoints(folders: Folders | None, before: Callable[[int], int]) -> SavedAndLoaded | None:
+def checkpoints(folders: Folders | None, before: Callable[[int], int]) -> LauncherCheckpoints | None:
     """Return the checkpoints; None without folders. Raises :class:`CheckpointError` for an unusable folder."""
-    return SavedAndLoaded(folders, before) if folders is not None and (folders.save or folders.load) else None
+    return LauncherCheckpoints(folders, before) if folders is not None and (folders.save or folders.load) else None

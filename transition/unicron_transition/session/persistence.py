@@ -104,7 +104,7 @@ class SaveSchedule:
 
 
 class Persistence:
-    """One rank's part in all of that."""
+    """One rank's state beyond the end of its process, in memory and in checkpoints."""
 
     def __init__(self, member: Member, state: TrainingState, checkpoints: Checkpoints | None, local: LocalState):
         self._member, self._state = member, state

@@ -101,7 +101,7 @@ class RankReporter:
             loss=at.loss,
             saved=-1 if persistence.checkpoints is None else persistence.checkpoints.newest,
             forgets=self._local.trouble,
-            kept=self._has(state),
+            kept=self._reachable_states(state),
             sharded=self._local.sharded,
             remembers=self._local.reports,
             outlives=notice.outlives_notice(),
@@ -115,7 +115,7 @@ class RankReporter:
         after = phase in ("synced", "stepped")
         return self.micro_batches_of(ledger.iteration + 1) if after else ledger.total
 
-    def _has(self, state: str) -> list[tuple[int, str]]:
+    def _reachable_states(self, state: str) -> list[tuple[int, str]]:
         """Return (iteration, mark) of each state with which this rank could go on if no rank trains any more."""
         if not self._local.reports or state not in ("waiting", "stopped", "standby"):
             return []

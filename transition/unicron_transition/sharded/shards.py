@@ -59,8 +59,7 @@ class Shards:
     """The sharded state of one rank's optimizer, for the training thread.
 
     Collective methods are so over the data-parallel group (including context parallelism), over which the optimizer is
-    sharded, and raise RuntimeError if a peer is lost. `lost()` tells whether the generation is over, and `wire` is the
-    device on which the backend wants its tensors.
+    sharded, and raise RuntimeError if a peer is lost. :class:`ShardExchange` describes `lost` and `wire`.
     """
 
     def __init__(

@@ -256,11 +256,11 @@ def folders(save: Path | None, load: Path | None, interval: int = 2, needed: boo
     return arguments.Folders(save, load, interval, needed)
 
 
-def made_of(given: arguments.Folders) -> save_load.SavedAndLoaded | None:
+def made_of(given: arguments.Folders) -> save_load.LauncherCheckpoints | None:
     return save_load.checkpoints(given, lambda iteration: 12 * iteration)
 
 
-def iterations(found: save_load.SavedAndLoaded) -> list[int]:
+def iterations(found: save_load.LauncherCheckpoints) -> list[int]:
     return [each.iteration for each in found.choices()]
 
 
