@@ -18,21 +18,21 @@ TOGETHER = "releases one minor version apart work together"
 
 
 class Format(NamedTuple):
-    """A format. number: the one that this release writes; oldest: the first that it reads."""
+    """A format."""
 
     name: str
-    number: int
-    oldest: int
+    number: int  # the one that this release writes
+    oldest: int  # the first that it reads
 
     def refusal(self, number: int) -> str:
-        """Why what has this number cannot be read, and what to do, in one line; empty where it can be read."""
+        """Explain in one line why this number cannot be read, and what to do; empty if it can be read."""
         if self.oldest <= number <= self.number:
             return ""
         older = number < self.oldest
         release, side = ("an earlier", "the other") if older else ("a later", "this")
         read = str(self.number) if self.oldest == self.number else f"{self.oldest} to {self.number}"
-        said = f"{self.name} {number} is that of {release} release, and this side reads {read}"
-        return f"{said}: upgrade {side} side; {TOGETHER}"
+        problem = f"{self.name} {number} is that of {release} release, and this side reads {read}"
+        return f"{problem}: upgrade {side} side; {TOGETHER}"
 
 
 PROTOCOL = Format("protocol", 2, 2)

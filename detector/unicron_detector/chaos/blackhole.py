@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import socket
 import struct
+
+from unicron_detector.tcp_sockets import tcp_sockets, view_of
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER, SO_MAX_PACING_RATE = 26, 27, 47  # asm-generic/socket.h
 _RETURN = 6  # BPF_RET | BPF_K: accept so many bytes, here none
@@ -23,8 +24,8 @@ def dig(pace: bool = True) -> set[int]:
     """Cut off every TCP socket of this process; return their inodes, for :func:`fill`. pace: also hold back what leaves
     (not for a process that keeps silent by itself: the kernel makes up for the delay long afterwards)."""
     done = set()
-    for inode, view in _sockets():
-        with view, contextlib.suppress(OSError):
+    for inode, descriptor in tcp_sockets().items():
+        with contextlib.suppress(OSError), view_of(descriptor) as view:
             deafen(view)
             done.add(inode)
             if pace:
@@ -34,9 +35,9 @@ def dig(pace: bool = True) -> set[int]:
 
 def fill(inodes: set[int]) -> None:
     """Let packets through again; TCP repeats what was lost within some seconds."""
-    for inode, view in _sockets():
-        with view, contextlib.suppress(OSError):
-            if inode in inodes:
+    for inode, descriptor in tcp_sockets().items():
+        if inode in inodes:
+            with contextlib.suppress(OSError), view_of(descriptor) as view:
                 undeafen(view)
                 view.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("I", UNLIMITED))
 
@@ -51,17 +52,3 @@ def deafen(one: socket.socket) -> None:
 def undeafen(one: socket.socket) -> None:
     """Let data reach this socket again. Raises OSError for one that was not deaf."""
     one.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
-
-
-def _sockets() -> list[tuple[int, socket.socket]]:
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith("socket:["):
-                view = socket.socket(fileno=os.dup(int(name)))
-                if view.family in (socket.AF_INET, socket.AF_INET6) and view.type == socket.SOCK_STREAM:
-                    found.append((int(target[8:-1]), view))
-                else:
-                    view.close()
-    return found

@@ -55,7 +55,7 @@ class InjectError(ValueError):
 
 
 def parse(fault: str) -> tuple[str, str]:
-    """`slow:2.5` -> ("slow", "2.5"). Raises InjectError."""
+    """Split a fault into its name and detail: `slow:2.5` -> ("slow", "2.5"). Raises InjectError."""
     name, _, detail = fault.partition(":")
     if name not in FAULTS:
         raise InjectError(f"no fault is called {name!r}: use one of {', '.join(FAULTS)}")

@@ -92,17 +92,17 @@ class Classifier:
 
         ``source``: "exception", "stderr", "kernel", "nccl", "watchdog", ... (rules may hold for some sources only).
         """
-        known, note = self.judge(text, source, generic=True, weak=True)
-        known = known or self._unknown(text, source)
-        return replace(known, reason=f"{known.reason}; {note}") if note else known
+        verdict, note = self.judge(text, source, generic=True, weak=True)
+        verdict = verdict or self._unknown(text, source)
+        return replace(verdict, reason=f"{verdict.reason}; {note}") if note else verdict
 
     def match(self, text: str, source: str = "exception", generic: bool = False) -> Verdict | None:
         """Judge as ``text`` does, but return None if no rule knows the fault: for streams of mostly harmless lines.
 
         ``generic``: rules that merely notice an exception count, too.
         """
-        known, note = self.judge(text, source, generic)
-        return replace(known, reason=f"{known.reason}; {note}") if known and note else known
+        verdict, note = self.judge(text, source, generic)
+        return replace(verdict, reason=f"{verdict.reason}; {note}") if verdict and note else verdict
 
     def judge(
         self, text: str, source: str = "exception", generic: bool = False, weak: bool = False
@@ -116,48 +116,48 @@ class Classifier:
         with contextlib.suppress(KeyError):
             return self._judged[key], ""
         part = text if self._budget is None else self._budget.charge(self._job, text, kernel)
-        known = self._by_words(part, source, generic, weak) if part else None
+        verdict = self._by_words(part, source, generic, weak) if part else None
         if len(part) < len(text):
-            return known, END_JUDGED if part else NOT_JUDGED
-        self._judged[key] = known
+            return verdict, END_JUDGED if part else NOT_JUDGED
+        self._judged[key] = verdict
         while len(self._judged) > TEXTS_KEPT:
             self._judged.popitem(last=False)
-        return known, ""
+        return verdict, ""
 
     def _by_words(self, text: str, source: str, generic: bool, weak: bool) -> Verdict | None:
         if source == "kernel":
             return self._match(head_and_tail(text, MAX_TEXT), source, generic)
         if "\n" in text.strip():
-            known = self.last_words(text, source, generic)[1]
+            verdict = self.last_words(text, source, generic)[1]
         else:
             line = bare_line(head_and_tail(text, MAX_TEXT))
-            known = self._match(line, source, generic)
-            if known is not None and is_information(line) and (not weak or known.scope == "application"):
-                known = None  # its writer goes on without what it speaks of
-        if known is None and weak:
-            said = self.last_words(text, source)[0]
-            known = self._match(head_and_tail(said, MAX_TEXT), source, True, True)
-        return known
+            verdict = self._match(line, source, generic)
+            if verdict is not None and is_information(line) and (not weak or verdict.scope == "application"):
+                verdict = None  # its writer goes on without what it speaks of
+        if verdict is None and weak:
+            statement = self.last_words(text, source)[0]
+            verdict = self._match(head_and_tail(statement, MAX_TEXT), source, True, True)
+        return verdict
 
     def last_words(self, text: str, source: str = "stderr", generic: bool = True) -> tuple[str, Verdict | None]:
         """Find in a process's last lines the statement of why it ended, and judge it (failures.root_cause).
 
         The statement alone gets the same verdict, so it can be forwarded in place of the lines.
         """
-        said, verdict = last_words.cause(
+        statement, verdict = last_words.cause(
             text, lambda each, general: self._match(head_and_tail(each, MAX_TEXT), source, general)
         )
-        if verdict is None and generic and said:
-            verdict = self._match(head_and_tail(said, MAX_TEXT), source, True)
-        return said, verdict
+        if verdict is None and generic and statement:
+            verdict = self._match(head_and_tail(statement, MAX_TEXT), source, True)
+        return statement, verdict
 
     def _match_text(self, text: str, source: str, generic: bool, weak: bool = False) -> Verdict | None:
         if source == "kernel":
             return self._match_kernel(text, generic, weak)
         if report := EXIT_REPORT.search(text):
             code, number = _split_status(int(report.group(1)))
-            said = f"{source} text has a launcher's report: {_status_words(code, number)}"
-            return self._by_status(code, number, said)
+            evidence = f"{source} text has a launcher's report: {_status_words(code, number)}"
+            return self._by_status(code, number, evidence)
         by_libraries = library_lines(text)
         views = fold_case(text), fold_case(by_libraries), fold_case(own_words(text))
         return self._by_rules(text, by_libraries, views, source, generic, weak)
@@ -185,7 +185,7 @@ class Classifier:
         low, low_by_libraries, low_of_network = views
         candidates = {view: self.table.candidates(view) for view in set(views)}
         rules = self.table.of_kind("text")
-        for number in sorted({number for found in candidates.values() for number in found}):
+        for number in sorted({number for numbered in candidates.values() for number in numbered}):
             rule = rules[number]
             if not self._applies(rule, source, generic, weak):
                 continue
@@ -231,49 +231,49 @@ class Classifier:
             if rule := self._by_name("slurm", status):  # statuses by which Slurm tells of itself
                 return self._verdict(rule, f"Slurm's exit status {status}")
         code, number = _split_status(status)
-        said = _status_words(code, number)
+        end = _status_words(code, number)
         rule = self._by_name("signal", "OOM") if oom else None
         if rule:
-            return self._verdict(rule, f"{said} and the kernel counted an out-of-memory kill in its cgroup")
-        known, note = (
-            self.judge(stderr_tail, "stderr", generic=True) if stderr_tail and (code or number) else (None, "")
-        )
-        said = f"{said}; {note}" if note else said
-        if known and known.action != REPORT:
-            verdict = replace(known, reason=f"{said}; {known.reason}")
+            return self._verdict(rule, f"{end} and the kernel counted an out-of-memory kill in its cgroup")
+        by_words, note = None, ""
+        if stderr_tail and (code or number):
+            by_words, note = self.judge(stderr_tail, "stderr", generic=True)
+        end = f"{end}; {note}" if note else end
+        if by_words and by_words.action != REPORT:
+            verdict = replace(by_words, reason=f"{end}; {by_words.reason}")
             if verdict.severity <= Severity.SEV2:
                 return verdict
             reason = f"{verdict.reason}; the process is gone, so it is restarted instead of reattempted"
             return replace(verdict, severity=Severity.SEV2, action=ACTIONS[Severity.SEV2], reason=reason)
-        return self._by_status(code, number, said)
+        return self._by_status(code, number, end)
 
-    def _by_status(self, code: int, number: int, said: str) -> Verdict:
+    def _by_status(self, code: int, number: int, end: str) -> Verdict:
         if number:
             rule = self._by_name("signal", _signal_name(number)) or self._by_name("signal", "*")
         else:
             rule = next((rule for rule in self.table.of_kind("exit") if code in rule.codes), None)
         if rule:
-            return self._verdict(rule, said)
-        return self._make("exited_abnormally", "exit-default", said)
+            return self._verdict(rule, end)
+        return self._make("exited_abnormally", "exit-default", end)
 
     def xid(self, code: int, where: str = "", rest: str = "") -> Verdict:
         """Return the verdict on an NVIDIA Xid of the kernel log. An unknown one counts as the application's: SEV2.
 
         ``where``: the device. ``rest``: the line after the code, which some rules read.
         """
-        said = f"Xid {code}" + (f" at {where}" if where else "")
+        evidence = f"Xid {code}" + (f" at {where}" if where else "")
         for rule in self.table.of_kind("xid"):
             if code in rule.codes and (not rule.pattern or rule.regex.search(fold_case(rest))):
-                return self._verdict(rule, said)
-        return self._make("cuda_error", "xid-default", f"{said} is not in the table; taken as the application's")
+                return self._verdict(rule, evidence)
+        return self._make("cuda_error", "xid-default", f"{evidence} is not in the table; taken as the application's")
 
     def slurm(self, state: str) -> Verdict:
         """Return the verdict on a Slurm job state (NODE_FAIL, OUT_OF_MEMORY, ...) or node state (DOWN, ...)."""
         words = _slurm_words(state)
-        known = [rule for word in words if (rule := self._by_name("slurm", word) or self._by_cut_name(word))]
-        if not known:
+        matches = [rule for word in words if (rule := self._by_name("slurm", word) or self._by_cut_name(word))]
+        if not matches:
             return self._make("exited_abnormally", "slurm-default", f"Slurm state {state!r} is not in the table")
-        verdicts = [self._verdict(rule, f"Slurm state {'+'.join(words)}") for rule in known]
+        verdicts = [self._verdict(rule, f"Slurm state {'+'.join(words)}") for rule in matches]
         return min(verdicts, key=lambda verdict: (verdict.action == REPORT, verdict.severity))
 
     def _by_cut_name(self, word: str) -> Rule | None:
@@ -288,30 +288,31 @@ class Classifier:
     def _by_name(self, kind: str, name: str) -> Rule | None:
         return next((rule for rule in self.table.of_kind(kind) if name in rule.names), None)
 
-    def _verdict(self, rule: Rule, said: str) -> Verdict:
+    def _verdict(self, rule: Rule, evidence: str) -> Verdict:
         cause = self.table.causes[rule.cause]
         severity = rule.severity or cause.severity
         action = rule.action or cause.action or ACTIONS[severity]
         why = f": {rule.why}" if rule.why else ""
         scope = "unknown" if rule.weak else cause.scope  # a guess acquits nobody: what returns on a node escalates
-        return Verdict(rule.cause, severity, action, f"{said} -> {cause.title}{why}", rule.id, scope)
+        return Verdict(rule.cause, severity, action, f"{evidence} -> {cause.title}{why}", rule.id, scope)
 
-    def _make(self, cause_name: str, rule_id: str, said: str) -> Verdict:
+    def _make(self, cause_name: str, rule_id: str, reason: str) -> Verdict:
         cause = self.table.causes[cause_name]
-        return Verdict(cause.name, cause.severity, cause.first_action, said, rule_id, cause.scope)
+        return Verdict(cause.name, cause.severity, cause.first_action, reason, rule_id, cause.scope)
 
     def _unknown(self, text: str, source: str) -> Verdict:
         line = next((line.strip() for line in reversed(text.splitlines()) if re.search(r"\w", line)), "")
         if source == "kernel":  # most of what a kernel says is no fault
-            return self._make(
-                "hardware_warning", "kernel-default", f"no rule knows {_quotation(line)}; nothing is done"
-            )
+            reason = f"no rule knows {_quotation(line)}; nothing is done"
+            return self._make("hardware_warning", "kernel-default", reason)
         part = head_and_tail(text, MAX_TEXT)
         spoken = (self._match(each, source, True) for each in part.splitlines() if not of_nccl(each))
         if tells_of_no_end(part) and all(each is None or each.scope == "application" for each in spoken):
             return self._make("no_fault", "information", f"{source} text has information and warnings alone")
-        said = f"no rule knows {_quotation(line)}; the default is to restart the process and to escalate if that fails"
-        return self._make(self.table.default, "default", said)
+        reason = (
+            f"no rule knows {_quotation(line)}; the default is to restart the process and to escalate if that fails"
+        )
+        return self._make(self.table.default, "default", reason)
 
 
 def _quotation(text: str) -> str:

@@ -125,8 +125,8 @@ class Case:
 
     def find_event(self) -> tuple[Event, str]:
         """Return the event of the first rule that holds, and why it holds."""
-        found = ((event, rule(self)) for event, rule in RULES)
-        return next((event, why) for event, why in found if why is not None)
+        outcomes = ((event, rule(self)) for event, rule in RULES)
+        return next((event, why) for event, why in outcomes if why is not None)
 
     @cached_property
     def seen(self) -> int:
@@ -135,17 +135,17 @@ class Case:
 
     @property
     def acts(self) -> bool:
-        """The fault came although an action runs for the slot."""
+        """Whether the fault came although an action runs for the slot."""
         return self.state in (State.REATTEMPTING, State.RESTARTING)
 
     @property
     def returns(self) -> bool:
-        """The fault is not new to the slot."""
+        """Whether the fault is not new to the slot."""
         return self.acts or (self.seen > 0 and self.state is not State.HEALTHY)
 
     @property
     def begins(self) -> bool:
-        """The process ended at its start, before the job's first iteration."""
+        """Whether the process ended at its start, before the job's first iteration."""
         return self.around.fresh and not self.around.apart and self.fault.at_start
 
     @property
@@ -169,7 +169,7 @@ class Case:
 
     @property
     def on_every_node(self) -> bool:
-        """Ranks have died of this cause at their start on all nodes of the job, since its last iteration."""
+        """Whether ranks have died of this cause at their start on all nodes of the job, since its last iteration."""
         nodes = self.stuck.starts.get(self.fault.cause, set())
         return len(nodes) + (self.fault.node not in nodes) >= self.around.job_nodes
 
@@ -237,7 +237,7 @@ class Case:
 
     # ------------------------------------------------------------ reasons for which the job itself is to blame
     def _bad_start(self) -> bool:
-        """A process at its start blames its node, and the job has others."""
+        """Whether a process at its start blames its node, and the job has others."""
         return self.begins and self.around.job_nodes > 1 and self.fault.scope in BLAMING
 
     def _storage_away(self) -> str:
@@ -253,7 +253,7 @@ class Case:
         return f"slot {self.fault.slot} died {plural(times, 'time')} {within}"
 
     def _dies_everywhere(self) -> str:
-        """Quick deaths on several nodes, or by an error of the program where no other node can be tried."""
+        """Blame quick deaths on several nodes, or by an error of the program if no other node can be tried."""
         policy, quick, around = self.history.policy, self.quick_deaths, self.around
         if len(quick) < policy.quick_deaths:
             return ""
@@ -265,7 +265,7 @@ class Case:
         return ""
 
     def _is_stuck(self) -> str:
-        """Too many faults of one slot. Those of hardware and network never count."""
+        """Blame too many faults of one slot. Those of hardware and network never count."""
         own = [other for other in self.mine if other.scope in OF_PROGRAMS]
         if self.fault.scope not in OF_PROGRAMS or len(own) < self.history.policy.stuck_faults:
             return ""

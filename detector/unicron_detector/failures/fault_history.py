@@ -38,7 +38,7 @@ class Fault:
 
     @property
     def at_start(self) -> bool:
-        """A process ended before it had finished an iteration."""
+        """Whether a process ended before it had finished an iteration."""
         return self.uptime is not None and not self.worked
 
 
@@ -49,26 +49,27 @@ class Policy:
     window: float = 1800.0
     """The same fault within it escalates: as between two checkpoints, longer than any repair."""
     quick_seconds: float = 120.0
-    """A rank that dies this soon, and has not finished an iteration, has a bug or a bad node ..."""
+    """A rank dies quickly if it ends this soon after its start, before it has finished an iteration."""
     quick_deaths: int = 3
-    """... if it does so this often."""
+    """A slot with this many quick deaths has a bug or a bad node."""
     own_bug_nodes: int = 2
-    """On so many nodes the node cannot be the reason."""
+    """Quick deaths on this many nodes are the job's own bug."""
     stuck_faults: int = 8
-    """So many faults of one slot without an iteration of the job in between are a bug, too."""
+    """This many faults of one slot, without an iteration of the job in between, are a bug, too."""
     storage_patience: float = 3600.0
     """A file system that is away for longer, without an iteration, ends the job."""
     flap_window: float = 86400.0
     flap_faults: int = 3
-    """A node with so many faults in the window before, none of them the application's, is left."""
+    """A node with this many faults within the window, none of them the application's, is left."""
     shared_seconds: float = 30.0
     shared_nodes: int = 3
-    """If so many nodes have a network fault within the time, the network is at fault."""
+    """If this many nodes have a network fault within `shared_seconds`, the network is at fault."""
     moment: float = 10.0
     """Faults closer together than this are one moment: a node's ranks fail together."""
     backoff: float = 1.0
-    """The wait before an action is repeated; it doubles."""
+    """The first wait before an action is repeated; each further wait is twice as long."""
     backoff_limit: float = 60.0
+    """The longest wait."""
 
     def is_quick(self, fault: Fault) -> bool:
         """Whether the process died soon after its start, and may have done so by itself."""
@@ -134,9 +135,9 @@ class History:
     """All faults, and the state of each slot. Times in seconds, any epoch."""
 
     policy: Policy = field(default_factory=Policy)
-    states: dict[tuple[str, int], State] = field(default_factory=dict)
-    last: dict[tuple[str, int], float] = field(default_factory=dict)
-    of_job: dict[str, set[int]] = field(default_factory=dict)
+    states: dict[tuple[str, int], State] = field(default_factory=dict)  # by job and slot
+    last: dict[tuple[str, int], float] = field(default_factory=dict)  # when the state was set
+    of_job: dict[str, set[int]] = field(default_factory=dict)  # the slots with a state
     by_slot: dict[tuple[str, int], deque[Fault]] = field(default_factory=dict)
     by_node: dict[str, deque[Fault]] = field(default_factory=dict)
     since_progress: dict[str, Stuck] = field(default_factory=dict)
@@ -233,8 +234,8 @@ class History:
     def node_moments(self, node: str, now: float, new: Fault | None = None) -> int:
         """Count the separate moments of the node's own faults within the flap window: of all jobs, or of the new
         fault's job. Faults of applications, and network faults that something else explains, do not count."""
-        known = self.node_of_job.get(new.job, {}) if new else self.by_node
-        own = [fault for fault in known.get(node, ()) if now - fault.time <= self.policy.flap_window]
+        by_node = self.node_of_job.get(new.job, {}) if new else self.by_node
+        own = [fault for fault in by_node.get(node, ()) if now - fault.time <= self.policy.flap_window]
         own += [new] if new else []
         recent = self._of_job(new.job) if new else self.recent
         times = [fault.time for fault in own if fault.scope in BLAMING and not self._elsewhere(fault, recent)]

@@ -34,13 +34,13 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Alternative:
-    """A part of a rule's pattern that matches by itself. place: its position in the pattern. required: all that it
-    matches contains one word of each of these."""
+    """A part of a rule's pattern that matches by itself."""
 
-    place: int
+    place: int  # its position among the parts
     pattern: str
     flags: int
     required: tuple[Words, ...]
+    """Everything that it matches contains one word of each of these."""
 
     @functools.cached_property
     def regex(self) -> re.Pattern[str]:

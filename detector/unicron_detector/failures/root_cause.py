@@ -22,18 +22,18 @@ LONGEST = 500  # characters of a forwarded statement
 # Rules that say how a process ended, not why; and rules that sum up what others said.
 CRASHES = ("segfault", "slurm-other", "slurm-own", "nccl-internal", "launcher-report", "launcher-killed", "ray-report")
 SUMMARIES = (
-    *("slurm-cancel", "nccl-system", "nccl-remote"),
-    *("slurm-controller", "container-report", "accelerator-says-above"),
+    "slurm-cancel",
+    "nccl-system",
+    "nccl-remote",
+    "slurm-controller",
+    "container-report",
+    "accelerator-says-above",
 )
 # Exit codes by which torchrun ends the other ranks after one of them ended by itself.
 END_REQUESTS = ("-15", "-2", "143", "130")
 _ASKED_TO_END = re.compile(r"SIGTERM|\bsignal:? ?15\b|^\s*Terminated\s*$", re.IGNORECASE)
-PLACES = (
-    "container",
-    "dataloader-child",
-    "accelerator-hang",
-    "accelerator-error",
-)  # rules that name who failed, not why
+# Rules that name who failed, not why.
+PLACES = ("container", "dataloader-child", "accelerator-hang", "accelerator-error")
 GENERAL = ("python", "python-exception")  # rules of exceptions by their class alone
 # Exceptions of Python's own sockets and pipes; the frames tell with whom they were connected.
 _SOCKET = re.compile(
@@ -46,38 +46,38 @@ _LIBRARIES = (
     "multiprocessing multiprocess billiard loky joblib concurrent/futures torch/multiprocessing torch/utils/data "
     # Services outside the job.
     "urllib urllib3 requests requests_toolbelt httpx httpcore aiohttp http/client botocore boto3 s3fs s3transfer "
-    "fsspec "
-    "gcsfs adlfs google/cloud google/api_core google/auth azure huggingface_hub wandb mlflow neptune comet_ml clearml "
-    "swanlab redis pymongo psycopg psycopg2 pymysql MySQLdb sqlalchemy kafka pika paramiko smtplib ftplib ldap3 minio"
+    "fsspec gcsfs adlfs google/cloud google/api_core google/auth azure huggingface_hub wandb mlflow neptune comet_ml "
+    "clearml swanlab redis pymongo psycopg psycopg2 pymysql MySQLdb sqlalchemy kafka pika paramiko smtplib ftplib "
+    "ldap3 minio"
 ).split()
 _THROUGH = re.compile(rf"(?:^|/)((?:{'|'.join(map(re.escape, _LIBRARIES))})/?[\w/]{{0,120}}\.py)$")
 
 
 def cause(text: str, judge: Judge) -> tuple[str, Verdict | None]:
     """Return the statement that says why the process ended, and its verdict; an empty statement for an empty text."""
-    said = _own_statements(text)
-    fatal = [one for one in said if one.weight is Weight.FATAL]
-    best = _most_telling(said, fatal, judge)
+    own = _own_statements(text)
+    fatal = [one for one in own if one.weight is Weight.FATAL]
+    best = _most_telling(own, fatal, judge)
     if best is not None:
         return best
-    rest = fatal or said
+    rest = fatal or own
     return (words(rest[-1]) if rest else ""), None
 
 
 def _own_statements(text: str) -> list[Statement]:
     """Return the statements that count. If a rank ended by itself, the SIGTERM of the others does not."""
-    said = [one for one in statements(text) if one.weight is not Weight.NOISE]
-    reports = [hit.group(1) for one in said if (hit := EXIT_REPORT.search(one.text))]
+    meaningful = [one for one in statements(text) if one.weight is not Weight.NOISE]
+    reports = [hit.group(1) for one in meaningful if (hit := EXIT_REPORT.search(one.text))]
     if any(status not in END_REQUESTS for status in reports):
-        return [one for one in said if not _ASKED_TO_END.search(one.text)]
-    return said
+        return [one for one in meaningful if not _ASKED_TO_END.search(one.text)]
+    return meaningful
 
 
-def _most_telling(said: Sequence[Statement], fatal: Sequence[Statement], judge: Judge) -> Finding:
+def _most_telling(own: Sequence[Statement], fatal: Sequence[Statement], judge: Judge) -> Finding:
     best = _of_the_fatal(fatal, judge)
-    errors = _last([one for one in said if one.weight is Weight.ERROR], judge)
+    errors = _last([one for one in own if one.weight is Weight.ERROR], judge)
     if _rank(best) <= _SUMMARY:
-        return _better(best, errors, _of_the_plain([one for one in said if one.weight is Weight.PLAIN], judge))
+        return _better(best, errors, _of_the_plain([one for one in own if one.weight is Weight.PLAIN], judge))
     if _rank(best) == _PLACE:
         return _better(best, errors)
     if best and best[1] and errors and errors[1] and _explains(errors[1], best[1]):
@@ -136,10 +136,10 @@ def _judge_statement(one: Statement, judge: Judge, generic: bool = False) -> Fin
     return (text, verdict) if verdict is not None else None
 
 
-def _last(said: Sequence[Statement], judge: Judge) -> Finding:
+def _last(candidates: Sequence[Statement], judge: Judge) -> Finding:
     """Return the last statement that a rule knows, or an earlier one that says more about the reason."""
     best: Finding = None
-    for one in reversed(said):
+    for one in reversed(candidates):
         best = _better(best, _judge_statement(one, judge))
         if _rank(best) in (_NETWORK, _SPECIFIC):
             break
@@ -185,9 +185,9 @@ def _chain(fatal: Sequence[Statement]) -> Sequence[Statement]:
 def _of_a_chain(links: Sequence[Statement], judge: Judge) -> Finding:
     """Return the last link that a rule knows. Errors of devices and files do not steer a program, so an earlier one
     precedes an exception that only its class describes, and one of the hardware precedes all."""
-    found = [_judge_statement(one, judge) for one in links]
-    best = next((each for each in reversed(found) if each is not None), None)
-    for each in found:
+    findings = [_judge_statement(one, judge) for one in links]
+    best = next((each for each in reversed(findings) if each is not None), None)
+    for each in findings:
         if each is None or each[1] is None or best is None or best[1] is None:
             continue
         hardware = each[1].scope == "hardware" and best[1].scope != "hardware"

@@ -57,9 +57,9 @@ def _folded_pattern(pattern: str) -> str:
 def fold_case(text: str) -> str:
     """Return the text in lower case with the same length, so that positions in it are positions in the text."""
     lower = text.lower()
-    return (
-        lower if len(lower) == len(text) else "".join(char.lower() if len(char.lower()) == 1 else char for char in text)
-    )
+    if len(lower) == len(text):
+        return lower
+    return "".join(char.lower() if len(char.lower()) == 1 else char for char in text)
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The meaning of a signal. ``rule``: the id of the table's row that decided. ``reason``: a sentence for people."""
+    """The meaning of a signal."""
 
     cause: str
     severity: Severity
     action: str
-    reason: str
-    rule: str
+    reason: str  # a sentence for people
+    rule: str  # the id of the table's row that decided
     scope: str = "unknown"
 
 
@@ -156,15 +156,15 @@ class Table:
 
         Raises SeverityTableError if a rule cannot be used.
         """
-        known = dict(self.causes)
+        all_causes = dict(self.causes)
         for raw in causes:
             cause = parse_cause(raw)
-            known[cause.name] = cause
-        parsed = (parse_rule(raw, known) for raw in rules)
+            all_causes[cause.name] = cause
+        parsed = (parse_rule(raw, all_causes) for raw in rules)
         added = [replace(rule, id=rule.id or f"admin-{n}", of_admin=True) for n, rule in enumerate(parsed, 1)]
         taken = {rule.id for rule in added}
         kept = tuple(rule for rule in self.rules if rule.id not in taken)
-        return replace(self, causes=known, rules=(*added, *kept))
+        return replace(self, causes=all_causes, rules=(*added, *kept))
 
 
 def _fail(where: str, what: str) -> SeverityTableError:

@@ -170,9 +170,9 @@ def is_information(line: str) -> bool:
 
 def lines_outside_frames(text: str) -> Iterator[str]:
     """Yield the lines of a log, without those of tracebacks that show files and source: these say nothing alone."""
-    known, base = _Prefixes(()), -1
+    prefixes, base = _Prefixes(()), -1
     for raw in text.splitlines():
-        line = _Line(raw, known)
+        line = _Line(raw, prefixes)
         if _FRAME_FILE.match(line.text):
             base = line.indent
         elif base < 0 or (line.text.strip() and line.indent <= base):

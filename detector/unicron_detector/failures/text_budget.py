@@ -53,7 +53,7 @@ class Budget:
     _spent: Counter[tuple[str, bool, bool]] = field(default_factory=Counter)
 
     def renew(self) -> None:
-        """A new turn begins."""
+        """Begin a turn, with the whole budget."""
         self._spent.clear()
 
     def charge(self, job: str, text: str, kernel: bool) -> str:

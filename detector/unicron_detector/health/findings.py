@@ -1,4 +1,4 @@
-"""Findings of a check about a node."""
+"""The finding of a check about a node, and its verdicts (:mod:`unicron_detector.health.checks` says what they mean)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ GOOD, WARNING, UNKNOWN, BAD = "good", "warning", "unknown", "bad"
 
 @dataclass(frozen=True)
 class Finding:
-    """One check's answer. verdict: see :mod:`unicron_detector.health.checks`."""
+    """One check's answer."""
 
-    verdict: str
+    verdict: str  # one of those above
     reason: str
     values: dict[str, object] = field(default_factory=dict)

@@ -8,13 +8,13 @@ to /dev/kmsg under another facility), and only lines whose beginning no process 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from unicron_detector.failures.classify import Classifier
 from unicron_detector.failures.severity import Severity, Verdict
@@ -40,13 +40,12 @@ _HEAD = re.compile(rb"^(\d+),(\d+),\d+,[^;]*;")
 _OF_A_USER = re.compile(r",? (?:pid|name|comm)[=:].*")  # the rest of the line may hold a process's name
 
 
-@dataclass
-class KernelState:
-    """The state of earlier checks of this boot: the last record's number, and the lines that condemn the node."""
+class KernelState(msgspec.Struct):
+    """The state of earlier checks of one boot."""
 
     boot: str
-    last: int
-    bad: list[str] = field(default_factory=list)
+    last: int  # number of the last record
+    bad: list[str] = []  # the lines that condemn the node
 
 
 def proven(line: str, classifier: Classifier) -> Verdict | None:
@@ -66,10 +65,10 @@ def check_kernel_log(log: Path, boot: str, state: Path, classifier: Callable[[],
     state: a file in a folder that only this user can write; delete it once the hardware is mended. classifier: called
     only if a line needs it.
     """
-    seen = _load(state, boot)
-    last, bad = (seen.last, seen.bad) if seen else (-1, [])
+    before = _load(state, boot)
+    last, bad = (before.last, before.bad) if before else (-1, [])
     for number, line in _records(log):
-        if seen is not None and number > last and len(bad) < MOST_LINES and _OWN.match(line):
+        if before is not None and number > last and len(bad) < MOST_LINES and _OWN.match(line):
             if verdict := proven(line, classifier()):
                 bad.append(f"{verdict.cause}: {line[:120]}")
         last = max(last, number)
@@ -107,21 +106,18 @@ def _read(descriptor: int) -> Iterator[bytes]:
 
 def _load(state: Path, boot: str) -> KernelState | None:
     try:
-        found = json.loads(state.read_text())
-        seen = KernelState(str(found["boot"]), int(found["last"]), [str(line) for line in found["bad"]])
-    except FileNotFoundError:
+        before = msgspec.json.decode(state.read_bytes(), type=KernelState)
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):  # a file that is cut off is as none
         return None
-    except (ValueError, KeyError, TypeError):  # cut off or of another release: as at the first check
-        return None
-    return seen if seen.boot == boot else KernelState(boot, -1)
+    return before if before.boot == boot else KernelState(boot, -1)
 
 
-def _save(state: Path, seen: KernelState) -> None:
+def _save(state: Path, now: KernelState) -> None:
     folder = state.parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    known = folder.stat()
-    if known.st_uid != os.geteuid() or known.st_mode & 0o022:
+    owner = folder.stat()
+    if owner.st_uid != os.geteuid() or owner.st_mode & 0o022:
         raise PermissionError(errno.EPERM, "others can write there", str(folder))
     draft = state.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps({"boot": seen.boot, "last": seen.last, "bad": seen.bad}))
+    draft.write_bytes(msgspec.json.encode(now))
     draft.replace(state)

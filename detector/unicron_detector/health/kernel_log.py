@@ -34,15 +34,14 @@ _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 
 
 class KernelLog:
-    """New lines of the kernel log. Raises OSError if it cannot be opened.
-
-    `pollable`: its descriptor becomes readable with a new line. A plain file has to be polled by clock.
-    """
+    """New lines of the kernel log. Raises OSError if it cannot be opened."""
 
     def __init__(self, path: str = KMSG) -> None:
         self.path, self.lost = path, 0
         mode = os.stat(path).st_mode
-        self._device, self.pollable = stat.S_ISCHR(mode), not stat.S_ISREG(mode)
+        self._device = stat.S_ISCHR(mode)
+        self.pollable = not stat.S_ISREG(mode)
+        """Whether its descriptor becomes readable with a new line. A plain file has to be polled by clock."""
         # Opened for writing, too, a FIFO never ends when its writer goes away.
         flags = os.O_RDWR if stat.S_ISFIFO(mode) else os.O_RDONLY
         self._file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -65,8 +64,8 @@ class KernelLog:
         return self._records() if self._device else self._lines()
 
     def _records(self) -> list[str]:
-        found: list[str] = []
-        while len(found) < LINES_PER_READ:
+        lines: list[str] = []
+        while len(lines) < LINES_PER_READ:
             try:
                 record = os.read(self._file, RECORD_BYTES)
             except BlockingIOError:
@@ -79,8 +78,8 @@ class KernelLog:
             if not record:
                 self.pollable = False  # it has an end, as /dev/null: always "readable", and never with anything
                 break
-            found.append(line_of(record))
-        return [line for line in found if line]
+            lines.append(line_of(record))
+        return [line for line in lines if line]
 
     def _lines(self) -> list[str]:
         if not self.pollable:
@@ -120,12 +119,12 @@ def line_of(record: bytes) -> str:
 
 @dataclass(frozen=True)
 class KernelFault:
-    """A line that the table knows. code: "xid 79" or the rule's id. count: lines since the last report."""
+    """A line that the table knows."""
 
     text: str
-    code: str
+    code: str  # "xid 79" or the rule's id
     verdict: Verdict
-    count: int = 1
+    count: int = 1  # lines since the last report
 
 
 class KernelFaults:
@@ -150,7 +149,7 @@ class KernelFaults:
         kind = (code, (xid.group(1) or "") if xid else _NUMBERS.sub("#", line), pid_in(line))
         last, reported, lines = self._bursts.get(kind, [-BURST_SECONDS, -LONGEST_BURST, 0])
         goes_on = now - last < BURST_SECONDS and now - reported < LONGEST_BURST
-        if goes_on or not self._may(now):
+        if goes_on or not self._is_within_rate(now):
             self._bursts[kind] = [now, reported, lines + 1]
             return None
         self._bursts[kind] = [now, now, 0]
@@ -158,7 +157,7 @@ class KernelFaults:
             del self._bursts[min(self._bursts, key=lambda each: self._bursts[each][0])]
         return KernelFault(line, code, verdict, int(lines) + 1)
 
-    def _may(self, now: float) -> bool:
+    def _is_within_rate(self, now: float) -> bool:
         self._reported = [at for at in self._reported if now - at < 60.0]
         if len(self._reported) >= PER_MINUTE:
             return False

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
-
-from unicron_detector.iterations.peer_metrics import link_flaps, read_links
 
 
 class LinkWatch:
@@ -12,18 +11,24 @@ class LinkWatch:
     says nothing about the node's network. `root` stands for /sys/class."""
 
     def __init__(self, root: Path | None = None) -> None:
-        folder = root or Path("/sys/class")
-        self._net, self._infiniband = folder / "net", folder / "infiniband"
+        self._root = root or Path("/sys/class")
         self._last = self._read()
 
     def new_flaps(self) -> dict[str, int]:
         """Return link -> rise of its counter since the last call; "mlx5_0:1" is port 1 of an InfiniBand adapter."""
         before, self._last = self._last, self._read()
-        return link_flaps(before, self._last)
+        return {name: now - before[name] for name, now in sorted(self._last.items()) if now > before.get(name, now)}
 
     def _read(self) -> dict[str, int]:
-        found = read_links(self._net, self._infiniband)
-        return {name: value for name, value in found.items() if ":" in name or (self._net / name / "device").exists()}
+        files = {path.parent.name: path for path in self._root.glob("net/*/carrier_changes")}
+        files = {name: path for name, path in files.items() if path.with_name("device").exists()}
+        for path in self._root.glob("infiniband/*/ports/*/counters/link_downed"):
+            files[f"{path.parents[3].name}:{path.parents[1].name}"] = path
+        counts = {}
+        for name, path in files.items():
+            with contextlib.suppress(OSError, ValueError):
+                counts[name] = int(path.read_text())
+        return counts
 
 
 def describe(name: str, rises: int, seconds: float) -> str:

@@ -18,13 +18,10 @@ _V2 = ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_re
 
 
 class MemoryLeft(NamedTuple):
-    """The memory that is left for this process's group.
+    """The memory that is left for this process's group."""
 
-    size: bytes, below 0 for a group that is over its limit. folder: the group with the nearest limit.
-    """
-
-    size: int
-    folder: Path
+    size: int  # bytes, below 0 for a group that is over its limit
+    folder: Path  # the group with the nearest limit
 
 
 def memory_left(pid: int | str = "self", proc: Path = Path("/proc")) -> MemoryLeft | None:
@@ -33,16 +30,16 @@ def memory_left(pid: int | str = "self", proc: Path = Path("/proc")) -> MemoryLe
     if file is None:
         return None
     limit, usage, cache = _V1 if file.name == "memory.oom_control" else _V2
-    found = []
+    limits = []
     for folder in (file.parent, *file.parent.parents):
         try:
-            taken = int((folder / usage).read_text())
+            used = int((folder / usage).read_text())
             most = (folder / limit).read_text().strip()
         except (OSError, ValueError):
             break  # above the first group, which has no limit in version 2
         if most.isdecimal():  # "max" is none
-            found.append(MemoryLeft(int(most) - taken + _sum(folder / "memory.stat", cache), folder))
-    return min(found, default=None)
+            limits.append(MemoryLeft(int(most) - used + _sum(folder / "memory.stat", cache), folder))
+    return min(limits, default=None)
 
 
 def _sum(file: Path, names: tuple[str, ...]) -> int:

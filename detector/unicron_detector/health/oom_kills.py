@@ -10,8 +10,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 KILL_CODES = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit codes of a killed process; shells report the second
 CLAIM_SECONDS = 60.0  # a process with much memory takes long to end after the kill
@@ -57,27 +57,38 @@ def read_count(file: Path) -> int | None:
     return None
 
 
+@dataclass(eq=False)
+class _Kill:
+    """A kill that no rank has claimed."""
+
+    seen_at: float
+    reported: bool = False
+
+
 class OomKills:
     """The kills of one cgroup. Each explains the end of one process by SIGKILL. Threads may share it."""
 
     def __init__(self, file: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.file, self._clock, self._lock = file, clock, threading.Lock()
         self._count = read_count(file) if file else None
-        self._open: list[list[Any]] = []  # [when it was seen, whether it was reported]
+        self._open: list[_Kill] = []
 
     def claim(self) -> bool:
         """Claim a kill for a rank that ended by SIGKILL. Return whether there was one left to claim."""
         with self._lock:
             self._read_kills()
-            return bool(self._open) and bool(self._open.pop())
+            if not self._open:
+                return False
+            self._open.pop()
+            return True
 
     def unclaimed_kills(self) -> int:
         """Return how many new kills no rank's end explains: they hit other processes. Each is counted once."""
         with self._lock:
             self._read_kills()
-            fresh = [kill for kill in self._open if not kill[1] and self._clock() - kill[0] > REPORT_SECONDS]
+            fresh = [kill for kill in self._open if not kill.reported and self._clock() - kill.seen_at > REPORT_SECONDS]
             for kill in fresh:
-                kill[1] = True
+                kill.reported = True
             return len(fresh)
 
     def _read_kills(self) -> None:
@@ -85,6 +96,6 @@ class OomKills:
         now, count = self._clock(), read_count(self.file) if self.file else None
         if count is not None:
             rise = count - (self._count if self._count is not None else count)
-            self._open += [[now, False] for _ in range(min(max(0, rise), 1000))]
+            self._open += [_Kill(now) for _ in range(min(max(0, rise), 1000))]
             self._count = count
-        self._open = [kill for kill in self._open if now - kill[0] <= CLAIM_SECONDS]
+        self._open = [kill for kill in self._open if now - kill.seen_at <= CLAIM_SECONDS]

@@ -83,17 +83,17 @@ class Link:
         self._sock.close()
 
     def _read(self, size: int, deadline: float) -> bytes:
-        found = bytearray()
-        while len(found) < size:
+        data = bytearray()
+        while len(data) < size:
             self._sock.settimeout(max(0.001, deadline - time.monotonic()))
             try:
-                part = self._sock.recv(min(1 << 20, size - len(found)))
+                part = self._sock.recv(min(1 << 20, size - len(data)))
             except OSError as error:
                 raise PairError(self._why(error)) from None
             if not part:
                 raise PairError(f"{self._peer} closed the connection")
-            found += part
-        return bytes(found)
+            data += part
+        return bytes(data)
 
     def _why(self, error: OSError) -> str:
         if isinstance(error, TimeoutError):
@@ -143,14 +143,14 @@ def _accept(nodes: Sequence[str], token: str, seconds: float, deadline: float) -
                 raise PairError(f"{', '.join(missing)} did not come within {CONNECT_SECONDS:g} s") from None
             link = Link(sock, "a peer", 1.0)
             try:
-                said = json.loads(link.receive())
-                if said[0] != token or said[1] not in range(1, len(nodes)):
+                hello = json.loads(link.receive())
+                if hello[0] != token or hello[1] not in range(1, len(nodes)):
                     raise ValueError
                 link.send(token.encode())
             except (PairError, ValueError, LookupError, TypeError):
                 link.close()
                 continue
-            links[said[1]] = Link(sock, nodes[said[1]], seconds)
+            links[hello[1]] = Link(sock, nodes[hello[1]], seconds)
     return links
 
 
@@ -293,9 +293,9 @@ def check_results(transport: Transport, nodes: Sequence[str]) -> None:
             if transport.receive(LARGE, 0) != data:
                 wrong.append(f"bytes of {nodes[0]} arrive other than they were sent")
             transport.send(data, 0)
-    found = list(dict.fromkeys(text for text in wrong if text))
-    if found:
-        raise PairError("; ".join(found))
+    problems = list(dict.fromkeys(text for text in wrong if text))
+    if problems:
+        raise PairError("; ".join(problems))
 
 
 def measure_links(transport: Transport, control: dict[int, Link], seconds: float) -> tuple[float, float]:
@@ -338,28 +338,28 @@ def _there_and_back(transport: Transport, other: int, data: bytes) -> float:
     return max(time.perf_counter() - begin, 1e-9)
 
 
-def here(wanted: str) -> list[str]:
+def usable_backends(wanted: str) -> list[str]:
     """Return the backends that this node could use, best first. torch is imported only if it may be used."""
-    found = ["sockets"] if wanted in ("auto", "sockets") else []
+    backends = ["sockets"] if wanted in ("auto", "sockets") else []
     if wanted == "sockets":
-        return found
+        return backends
     try:
         import torch
         import torch.distributed as dist
     except ImportError:
-        return found
+        return backends
     if not dist.is_available():
-        return found
+        return backends
     if wanted in ("auto", "gloo"):
-        found.insert(0, "gloo")
+        backends.insert(0, "gloo")
     if wanted in ("auto", "nccl") and torch.cuda.is_available() and dist.is_nccl_available():
-        found.insert(0, "nccl")
-    return found
+        backends.insert(0, "nccl")
+    return backends
 
 
 def agree_on_backend(rank: int, nodes: Sequence[str], links: dict[int, Link], wanted: str) -> tuple[str, int, int]:
     """Return (backend, GPUs to test, port of the torch store), the same on all nodes. Raises PairError."""
-    mine = here(wanted)
+    mine = usable_backends(wanted)
     gpus = 0
     if "nccl" in mine:
         import torch

@@ -16,21 +16,22 @@ Group = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one group's test. seconds: None if it did not end."""
+    """The result of one group's test."""
 
     passed: bool
-    seconds: float | None = None
+    seconds: float | None = None  # None if it did not end
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """The judgement of all nodes, with reasons. ``slow``: works, but slows its partners. ``good``: cleared.
-    ``unknown``: not tested beside a good partner, so not isolated."""
+    """The judgement of all nodes: node -> reason."""
 
     bad: Mapping[str, str] = field(default_factory=dict)
     slow: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that work, but slow their partners."""
     good: tuple[str, ...] = ()
     unknown: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that were not tested beside a good partner, and so are not isolated."""
 
 
 def first_round(nodes: Sequence[str]) -> list[Group]:
@@ -49,9 +50,9 @@ def first_round(nodes: Sequence[str]) -> list[Group]:
 def suspects(results: Mapping[Group, Outcome], slower: float = 1.5) -> list[str]:
     """Return the nodes of groups that failed, or that took ``slower`` times the median of those that passed."""
     limit = _limit(results, slower)
-    found = {node for group, outcome in results.items() if not _fine(outcome, limit) for node in group}
+    doubtful = {node for group, outcome in results.items() if not _fine(outcome, limit) for node in group}
     cleared = {node for group, outcome in results.items() if _fine(outcome, limit) for node in group}
-    return sorted(found - cleared)
+    return sorted(doubtful - cleared)
 
 
 def second_round(results: Mapping[Group, Outcome], slower: float = 1.5) -> list[list[Group]]:

@@ -17,7 +17,6 @@ import signal
 import stat
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -60,30 +59,28 @@ def as_program(given: str | HealthProgram) -> HealthProgram:
 # ------------------------------------------------------------------------------------------------------------- kinds
 
 
-def nagios(status: int, said: Sequence[str]) -> Finding:
+def nagios(status: int, lines: Sequence[str]) -> Finding:
     """Judge plugins of Nagios, gcm's `health_checks` and most scripts: 0 fine, 1 warning, 2 critical, 3 unknown."""
     verdict = {0: GOOD, 1: WARNING, 2: BAD}.get(status, UNKNOWN)
-    return Finding(verdict, _line(said, status), {"status": status})
+    return Finding(verdict, _line(lines, status), {"status": status})
 
 
-def nhc(status: int, said: Sequence[str]) -> Finding:
+def nhc(status: int, lines: Sequence[str]) -> Finding:
     """Judge LBNL's Node Health Check: every status but 0 means that a check of the site's own has failed."""
-    errors = [line for line in said if line.startswith("ERROR")]
-    return Finding(GOOD if status == 0 else BAD, _line(errors or said, status), {"status": status})
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return Finding(GOOD if status == 0 else BAD, _line(errors or lines, status), {"status": status})
 
 
-def dcgm(status: int, said: Sequence[str]) -> Finding:
+def dcgm(status: int, lines: Sequence[str]) -> Finding:
     """Judge `dcgmi health -c` and `dcgmi diag` by their table, since `health -c` always ends with 0. Another status
     without a verdict means that DCGM could not be asked."""
-    found = {word: [line for line in said if re.search(rf"\|\s*{word}", line)] for word in ("Fail", "Warn")}
     for word, verdict in (("Fail", BAD), ("Warn", WARNING)):
-        if found[word]:
-            rows = "; ".join(_cells(line) for line in found[word])
-            return Finding(verdict, rows[:LINE], {"status": status})
-    passed = any(re.search(r"\|\s*(Pass|Healthy)", line) for line in said)
+        if rows := [_cells(line) for line in lines if re.search(rf"\|\s*{word}", line)]:
+            return Finding(verdict, "; ".join(rows)[:LINE], {"status": status})
+    passed = any(re.search(r"\|\s*(Pass|Healthy)", line) for line in lines)
     if status == 0 and passed:
         return Finding(GOOD, "passed", {"status": status})
-    return Finding(UNKNOWN, _line(said, status), {"status": status})
+    return Finding(UNKNOWN, _line(lines, status), {"status": status})
 
 
 SMART_FAILING = 8
@@ -99,12 +96,12 @@ SMART_BITS = {  # smartctl(8), EXIT STATUS: the same in smartmontools 7.3, 7.4 a
 }
 
 
-def smartctl(status: int, said: Sequence[str]) -> Finding:
+def smartctl(status: int, lines: Sequence[str]) -> Finding:
     """Judge the mask with which smartctl ends. Only the device's own word that it fails proves something; that smartctl
     could not ask the device says nothing about the node."""
     words = "; ".join(text for bit, text in SMART_BITS.items() if status & bit)
     verdict = BAD if status & SMART_FAILING else UNKNOWN if status & 3 else WARNING if status else GOOD
-    return Finding(verdict, words or _line(said, status), {"status": status})
+    return Finding(verdict, words or _line(lines, status), {"status": status})
 
 
 KINDS: dict[str, Callable[[int, Sequence[str]], Finding]] = {"nhc": nhc, "dcgmi": dcgm, "smartctl": smartctl}
@@ -115,8 +112,8 @@ def _cells(row: str) -> str:
     return " ".join(cell.strip() for cell in row.split("|") if cell.strip())
 
 
-def _line(said: Sequence[str], status: int) -> str:
-    return said[0][:LINE] if said else f"exit status {status}"
+def _line(lines: Sequence[str], status: int) -> str:
+    return lines[0][:LINE] if lines else f"exit status {status}"
 
 
 # ----------------------------------------------------------------------------------------------------------- running
@@ -126,7 +123,7 @@ def check_program(name: str, given: str | HealthProgram, timeout: float) -> Find
     """Run the program and return its finding. A program that cannot be trusted is not run."""
     program = as_program(given)
     command = shlex.split(program.command)
-    if why := _unfit(command, program.user):
+    if why := _why_unfit(command, program.user):
         return Finding(WARNING, f"{name} is not run: {why}")
     try:
         status, out = _run(command, program.user, max(0.1, timeout - GRACE_SECONDS))
@@ -138,22 +135,22 @@ def check_program(name: str, given: str | HealthProgram, timeout: float) -> Find
         return Finding(WARNING, f"{name} is not run: {command[0]}: {error.strerror}")
     if status < 0:
         return Finding(UNKNOWN, f"{command[0]} was ended by {signal.Signals(-status).name}")
-    said = [line.strip() for line in out.decode(errors="replace").splitlines() if re.search(r"\w", line)]
-    return judge(program, os.path.basename(command[0]), status, said)
+    lines = [line.strip() for line in out.decode(errors="replace").splitlines() if re.search(r"\w", line)]
+    return judge(program, os.path.basename(command[0]), status, lines)
 
 
-def judge(program: HealthProgram, file: str, status: int, said: Sequence[str]) -> Finding:
+def judge(program: HealthProgram, file: str, status: int, lines: Sequence[str]) -> Finding:
     """Return the verdict on a program that has ended. file: its name, which gives its kind. Pure."""
-    found = KINDS.get(file, nagios)(status, said)
+    finding = KINDS.get(file, nagios)(status, lines)
     if program.bad is None and program.warning is None:
-        return found
+        return finding
     verdict = GOOD if status == 0 else UNKNOWN
     verdict = WARNING if status in (program.warning or ()) else verdict
     verdict = BAD if status in (program.bad or ()) else verdict
-    return Finding(verdict, found.reason, found.values)
+    return Finding(verdict, finding.reason, finding.values)
 
 
-def _unfit(command: Sequence[str], user: str) -> str:
+def _why_unfit(command: Sequence[str], user: str) -> str:
     """Return why the program must not be run here; empty if it may be. Only root may have written what root runs."""
     if not command:
         return "its command is empty"
@@ -257,8 +254,18 @@ def _run(command: Sequence[str], user: str, timeout: float) -> tuple[int, bytes]
     """Return exit status and output, standard output first. If it takes longer or prints too much, it is killed with
     all that it has started. Raises TimeoutExpired, TooMuchOutput and OSError."""
     pipe = subprocess.PIPE
+    uid, gid, groups = _identity(user)
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, cwd="/", env=_environment(), **_identity(user)
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        cwd="/",
+        env=_environment(),
+        start_new_session=True,
+        user=uid,
+        group=gid,
+        extra_groups=groups,
     )
     with process:
         output = Output(process, MOST_BYTES)
@@ -275,15 +282,12 @@ def _environment() -> Mapping[str, str]:
     return {"PATH": USUAL_PATH, "LC_ALL": "C"} | {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
 
 
-def _identity(user: str) -> dict[str, Any]:
-    """Return Popen's arguments for a user: its own session, and no more groups than the user has."""
-    if not user:
-        return {"start_new_session": True}
-    known = pwd.getpwnam(user)
-    if known.pw_uid == os.geteuid():
-        return {"start_new_session": True}
-    groups = os.getgrouplist(user, known.pw_gid)
-    return {"start_new_session": True, "user": known.pw_uid, "group": known.pw_gid, "extra_groups": groups}
+def _identity(user: str) -> tuple[int | None, int | None, list[int] | None]:
+    """Return the ids of a user, its group and all of its groups; None each if this process is that user's."""
+    account = pwd.getpwnam(user) if user else None
+    if account is None or account.pw_uid == os.geteuid():
+        return None, None, None
+    return account.pw_uid, account.pw_gid, os.getgrouplist(user, account.pw_gid)
 
 
 def program_problem(name: str, given: str | HealthProgram, taken: Sequence[str]) -> str:

@@ -18,10 +18,10 @@ SKIP_WORD = "skipped"
 
 @dataclass(frozen=True)
 class Result:
-    """One check's answer. ``verdict``: good, warning, unknown, bad or skipped."""
+    """One check's answer."""
 
     name: str
-    verdict: str
+    verdict: str  # good, warning, unknown, bad or skipped
     reason: str
     seconds: float
     values: Mapping[str, object]
@@ -32,7 +32,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks of a node. ``verdict`` is "bad" only if a check proved it."""
+    """All checks of a node."""
 
     node: str
     results: tuple[Result, ...]
@@ -40,6 +40,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
+        """The verdict on the node: "bad" only if a check proved it."""
         verdicts = {result.verdict for result in self.results}
         return next((verdict for verdict in (BAD, WARNING, UNKNOWN) if verdict in verdicts), GOOD)
 
@@ -63,22 +64,14 @@ class Report:
         }
 
 
-def run(
-    settings: Settings | None = None,
-    only: tuple[str, ...] = (),
-    checks: Mapping[str, Callable[[Settings], Finding]] = CHECKS,
-) -> Report:
-    """Run the checks (all, or those in ``only``), each in its own thread with ``settings.timeout`` seconds.
+def run(settings: Settings, checks: Mapping[str, Callable[[Settings], Finding]] = CHECKS) -> Report:
+    """Run the checks, each in its own thread with ``settings.timeout`` seconds.
 
     A check that raises, or does not answer in time, is "unknown". The latter's thread is left behind (a hung file
-    system cannot be interrupted), so the caller should end by ``os._exit``. Raises KeyError for an unknown name in
-    ``only``.
+    system cannot be interrupted), so the caller should end by ``os._exit``.
     """
-    settings = settings or Settings()
-    for name in only:
-        checks[name]
     start = time.perf_counter()
-    jobs = [_Job(name, checks[name], settings) for name in checks if not only or name in only]
+    jobs = [_Job(name, check, settings) for name, check in checks.items()]
     for job in jobs:
         job.start()
     results = tuple(job.result(start + settings.timeout) for job in jobs)

@@ -19,12 +19,11 @@ NOTICEABLE = 0.1  # a smaller slowdown of the whole iteration does not count
 
 @dataclass(frozen=True)
 class Culprit:
-    """A slow or stuck rank, or the network (slot None). slowdown: ratio to the peers in the phase, infinite if
-    stuck."""
+    """A slow or stuck rank, or the network."""
 
-    slot: int | None
+    slot: int | None  # None for the network
     phase: str
-    slowdown: float
+    slowdown: float  # ratio to the peers in the phase, infinite if stuck
     reason: str
 
 

@@ -63,10 +63,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Observation:
-    """The verdict on one iteration. ratio: its time over the running average (1.0 while learning)."""
+    """The verdict on one iteration."""
 
     health: Health
-    ratio: float
+    ratio: float  # its time over the running average; 1.0 while learning
     average: float
     reason: str
 

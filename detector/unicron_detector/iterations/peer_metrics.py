@@ -101,25 +101,6 @@ def read_nics(root: Path = Path("/proc"), classes: Path = Path("/sys/class/net")
     return result
 
 
-def read_links(
-    classes: Path = Path("/sys/class/net"), infiniband: Path = Path("/sys/class/infiniband")
-) -> dict[str, int]:
-    """Count the changes of each link: ``carrier_changes`` of interfaces, ``link_downed`` of InfiniBand ports."""
-    result = {}
-    for path in [*classes.glob("*/carrier_changes"), *infiniband.glob("*/ports/*/counters/link_downed")]:
-        parts = path.relative_to(classes if path.is_relative_to(classes) else infiniband).parts
-        name = parts[0] if len(parts) == 2 else f"{parts[0]}:{parts[2]}"
-        if name != "lo" and not name.startswith("veth"):
-            with contextlib.suppress(OSError, ValueError):
-                result[name] = int(path.read_text())
-    return result
-
-
-def link_flaps(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Return link -> rise of its counter between two readings: the cause link_flapping of the severity table."""
-    return {name: after[name] - before[name] for name in sorted(after) if after[name] > before.get(name, after[name])}
-
-
 def read_file_latency(directory: str | Path) -> dict[str, float]:
     """Measure ``file_latency``: seconds to write, sync and read back a small file in the directory. Raises OSError."""
     start = time.perf_counter()
@@ -210,14 +191,14 @@ class Rates:
 
 @dataclass(frozen=True)
 class Anomaly:
-    """A peer that stands out. scores: metric -> signed robust z-score of those that count, the largest first. distance:
-    robust distance over all metrics. rounds: number of rounds in a row."""
+    """A peer that stands out."""
 
     peer: str
     metric: str
-    distance: float
+    distance: float  # robust distance over all metrics
     scores: Mapping[str, float]
-    rounds: int
+    """Metric -> signed robust z-score of those that count, the largest first."""
+    rounds: int  # in a row
     reason: str
 
 

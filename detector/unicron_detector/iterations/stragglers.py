@@ -26,13 +26,14 @@ Row = Mapping[int, Mapping[str, float]]
 
 @dataclass
 class Block:
-    """Sums over some iterations: slot -> one number for each phase. apart, squared: of the differences from the mean of
-    all ranks, so that common noise does not count."""
+    """Sums over some iterations: slot -> one number for each phase."""
 
     iterations: int = 0
     seconds: dict[int, list[float]] = field(default_factory=dict)
     apart: dict[int, list[float]] = field(default_factory=dict)
+    """Differences from the mean of all ranks, so that common noise does not count."""
     squared: dict[int, list[float]] = field(default_factory=dict)
+    """Their squares."""
 
     def add(self, row: Row) -> None:
         table = {slot: [times.get(name, 0.0) for name in OWN_TIMES] for slot, times in row.items()}
@@ -67,8 +68,8 @@ class Stragglers:
 
         It compares once for each block; an iteration with other slots starts again.
         """
-        known = self._open.seconds or (self._past[-1].seconds if self._past else row)
-        if set(row) != set(known):
+        before = self._open.seconds or (self._past[-1].seconds if self._past else row)
+        if set(row) != set(before):
             self.clear()
         self._open.add(row)
         if self._open.iterations < BLOCK:
@@ -112,7 +113,7 @@ class Stragglers:
                 middle = median(means[slot][index] for slot in slots)
                 candidates.append(max((means[slot][index] - middle, -slot, index) for slot in slots))
         looks = (self._examine(means, -slot, index, groups) for _, slot, index in sorted(candidates, reverse=True)[:3])
-        return next((found for found in looks if found is not None), None)
+        return next((culprit for culprit in looks if culprit is not None), None)
 
     def _examine(
         self, means: Mapping[int, list[float]], slot: int, index: int, groups: Mapping[int, Hashable]

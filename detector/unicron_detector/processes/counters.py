@@ -316,13 +316,13 @@ class _Monitors:
             def exec_module(module: Any) -> None:
                 execute(module)
                 with contextlib.suppress(Exception):
-                    understand(module, counters)
+                    count_heartbeats(module, counters)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def understand(module: Any, counters: Counters) -> None:
+def count_heartbeats(module: Any, counters: Counters) -> None:
     """Count the calls of this `rank_monitor_client`."""
     client: Any = module.RankMonitorClient
 

@@ -19,11 +19,11 @@ from unicron_detector.formats import RANKS
 # ---------------------------------------------------------------- agent -> rank
 @dataclass(frozen=True)
 class Break:
-    """All generations up to this one are over. lost: the slots whose ranks are gone."""
+    """All generations up to this one are over."""
 
     kind: ClassVar[str] = "break"
     generation: int
-    lost: list[int]
+    lost: list[int]  # the slots whose ranks are gone
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,14 @@ class Withdraw:
 
 @dataclass(frozen=True)
 class Plan:
-    """A generation as the controller planned it. With `boundary` it is an offer, taken at the end of the iteration in
-    which every member holds it. The fields are described in `unicron_ctl.shared.protocol.wire.Plan`."""
+    """A generation as the controller planned it. `unicron_ctl.shared.protocol.wire.Plan` describes its fields."""
 
     kind: ClassVar[str] = "plan"
     generation: int
     members: list[int]
     store: str
     prefix: str
-    boundary: bool = False
+    boundary: bool = False  # an offer, taken at the end of the iteration in which every member holds it
     joiners: list[int] = field(default_factory=list)
     source: int | None = None
     step: int | None = None
@@ -64,13 +63,12 @@ class StopRank:
 
 @dataclass(frozen=True)
 class Cut:
-    """Keep the training state of `iteration` in memory when it comes, and that of `good` until then; -1: none. none:
-    keep no state any more."""
+    """Keep the training state of `iteration` in memory when it comes, and that of `good` until then."""
 
     kind: ClassVar[str] = "cut"
-    iteration: int
-    good: int = -1
-    none: bool = False
+    iteration: int  # -1 for none
+    good: int = -1  # -1 for none
+    none: bool = False  # keep no state any more
 
 
 @dataclass(frozen=True)
@@ -97,11 +95,11 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class Inject:
-    """Break something on purpose (:mod:`unicron_detector.chaos.inject`). seconds: 0 for the fault's default."""
+    """Break something on purpose (:mod:`unicron_detector.chaos.inject`)."""
 
     kind: ClassVar[str] = "inject"
     fault: str
-    seconds: float = 0.0
+    seconds: float = 0.0  # 0 for the fault's default
 
 
 MemoryMessage = Cut | Fetch | Save | SavedCheckpoint
@@ -114,16 +112,15 @@ TO_RANK: dict[str, type[ToRank]] = {
 # ---------------------------------------------------------------- rank -> agent
 @dataclass
 class Fault:
-    """An exception in the rank: its type, text, and the end of its traceback. cause: the line that the traceback names
-    as the reason. iteration, micro_batch: those in which it came."""
+    """An exception in the rank."""
 
     kind: ClassVar[str] = "fault"
     type: str
     text: str
     at: float
-    traceback: str = ""
-    cause: str = ""
-    iteration: int | None = None
+    traceback: str = ""  # its end
+    cause: str = ""  # the line that the traceback names as the reason
+    iteration: int | None = None  # the one in which it came
     micro_batch: int | None = None
 
 
@@ -161,16 +158,15 @@ class Status:
 
 @dataclass
 class CollectiveProgress:
-    """The network of the rank's present collective makes progress: `moved` differs from the last message."""
+    """The network of the rank's present collective makes progress."""
 
     kind: ClassVar[str] = "moved"
-    moved: int
+    moved: int  # differs from the last message
 
 
 @dataclass
 class Step:
-    """A stepped iteration: the proof of its micro-batches, and the rank's status after it. Times in seconds; `at` by
-    the rank's clock. phases: seconds of each part of the iteration."""
+    """A stepped iteration: the proof of its micro-batches, and the rank's status after it."""
 
     kind: ClassVar[str] = "step"
     generation: int
@@ -180,19 +176,19 @@ class Step:
     total: int
     seconds: float
     loss: float | None
-    at: float
-    phases: dict[str, float] = field(default_factory=dict)
+    at: float  # by the rank's clock
+    phases: dict[str, float] = field(default_factory=dict)  # seconds of each part of the iteration
     status: Status | None = None
 
 
 @dataclass
 class Timing:
-    """When the parts of a recovery ended: seconds since its start, and the rank's clock at its end."""
+    """The times at which the parts of a recovery ended."""
 
     kind: ClassVar[str] = "timing"
     generation: int
-    at: float
-    seconds: dict[str, float]
+    at: float  # the end of the recovery, by the rank's clock
+    seconds: dict[str, float]  # since the recovery's start
 
 
 FromRank = Fault | Status | CollectiveProgress | Step | Timing
@@ -208,7 +204,7 @@ def encode(message: FromRank, slot: int, incarnation: int) -> bytes:
 
 
 def _as_map(value: object) -> dict[str, object]:
-    """The fields of a message within a message. Raises TypeError for any other object."""
+    """Return the fields of a message within a message. Raises TypeError for any other object."""
     if not dataclasses.is_dataclass(value):
         raise TypeError(f"{type(value).__name__} is part of no message")
     return vars(value)
@@ -218,7 +214,7 @@ def decode(data: bytes) -> ToRank | None:
     """Decode the agent's message, without fields that ranks do not know. None for a kind that is not for ranks, and for
     another release, which the agent reports. Raises ValueError, KeyError or TypeError for an invalid one."""
     fields = msgpack.unpackb(data, strict_map_key=False)  # slots are integer keys
-    known = TO_RANK.get(fields["kind"])
-    if known is None or RANKS.refusal(fields["v"]):
+    kind = TO_RANK.get(fields["kind"])
+    if kind is None or RANKS.refusal(fields["v"]):
         return None
-    return known(**{each.name: fields[each.name] for each in dataclasses.fields(known) if each.name in fields})
+    return kind(**{each.name: fields[each.name] for each in dataclasses.fields(kind) if each.name in fields})

@@ -42,10 +42,11 @@ class LogFile(JobOutput):
 
 
 class RankOutput:
-    """The output of one process. file: its own, if it has one. shown: whether the job's log gets it, too."""
+    """The output of one process, which goes to its own `file`, if it has one."""
 
     def __init__(self, file: LogFile | None = None, shown: bool = True) -> None:
-        self._file, self.shown = file, shown
+        self._file = file
+        self.shown = shown  # in the job's log, too
         self._partial: dict[JobOutput, bytes] = {}
 
     @property

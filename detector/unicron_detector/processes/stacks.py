@@ -6,6 +6,7 @@ was stopped by a signal (state T) runs nothing at all, and only py-spy can look 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import shutil
@@ -76,7 +77,7 @@ class Dump:
     def __init__(self, pid: int, path: str):
         self.pid, self.path = pid, Path(path)
         self.state = process_state(pid)
-        self.how = "none"
+        self.how = "none"  # or the program that makes it: py-spy, faulthandler
         self.text = ""
         self._spy: subprocess.Popen[bytes] | None = None
         self._offset = self._last = self._size()
@@ -98,11 +99,9 @@ class Dump:
     def _signal(self) -> None:
         self.how = "none"
         if self.state and self.state[0] not in "TtZ" and handles_signal(self.pid):
-            self.how = "faulthandler"
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, SIGNAL)
-            except ProcessLookupError:
-                self.how = "none"
+                self.how = "faulthandler"
 
     def done(self) -> bool:
         """Whether the trace is complete."""

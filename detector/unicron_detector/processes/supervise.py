@@ -62,17 +62,15 @@ def _visible_line(line: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Input, output and CPUs of a process: by default those of this process.
+    """Input, output and CPUs of a process: by default those of this process."""
 
-    stdin, stdout: descriptors. out, err: get the data of its standard output, if that is a pipe, and of its standard
-    error. cpus: empty for those of this process.
-    """
-
-    stdin: int | None = None
+    stdin: int | None = None  # a descriptor
     stdout: int | None = None
     out: JobOutput = standard_output
+    """Gets the data of its standard output, if that is a pipe."""
     err: JobOutput = standard_error
-    cpus: frozenset[int] = frozenset()
+    """Gets the data of its standard error."""
+    cpus: frozenset[int] = frozenset()  # empty for those of this process
 
     def bind(self) -> None:
         """Run this process on these CPUs, if Slurm allows it."""
@@ -101,10 +99,7 @@ class ForkedProcess:
 
 class Child:
     """One supervised process in a process group of its own, which inherits the descriptors `keep`. Its standard error
-    passes through, and its last lines are kept.
-
-    output: gets what it writes. stdout: the reading end of its standard output, if that is a pipe.
-    """
+    passes through, and its last lines are kept."""
 
     def __init__(
         self,
@@ -156,8 +151,8 @@ class Child:
         self.surroundings = around
         self.started = time.monotonic()  # independent of the time of day
         self._process, self.stderr = process, stderr
-        self.output = RankOutput()
-        self.stdout: int | None = None
+        self.output = RankOutput()  # gets the data of both streams
+        self.stdout: int | None = None  # the reading end of its standard output, if that is a pipe
         os.set_blocking(self.stderr, False)
         self.pid = process.pid
         self.pidfd = os.pidfd_open(self.pid)

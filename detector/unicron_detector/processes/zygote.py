@@ -106,11 +106,10 @@ def lead_path(words: list[str], before: str = "") -> str:
 
 
 class Reads(os._Environ[str]):
-    """os.environ while the imports run. seen: the variables that they read, None for unset ones. written: those that
-    they wrote. (Copies and loops count as reads of all.)"""
+    """os.environ while the imports run. Copies and loops count as reads of all variables."""
 
-    seen: dict[str, str | None] = {}
-    written: set[str] = set()
+    seen: dict[str, str | None] = {}  # the variables that they read; None for unset ones
+    written: set[str] = set()  # those that they wrote
 
     def __getitem__(self, name: str) -> str:
         if name not in Reads.written:
@@ -160,7 +159,7 @@ def without_collector() -> Iterator[None]:
             gc.set_threshold(*before)
 
 
-def different(seen: Mapping[str, str | None], mine: Mapping[str, str], ranks: Mapping[str, str]) -> str | None:
+def first_difference(seen: Mapping[str, str | None], mine: Mapping[str, str], ranks: Mapping[str, str]) -> str | None:
     """Return the first variable that the imports, or perhaps C code, have read and that differs for this rank."""
     names = [name for name in {**mine, **ranks} if READ_IN_C.fullmatch(name)]
     before = {**{name: mine.get(name) for name in names}, **seen}
@@ -211,20 +210,21 @@ class Files:
         return self._changed
 
     def _changes(self) -> Iterator[str]:
-        for path, known in self._stamps.items():
-            if known is not None and (stamp(path) != known or self._began < known[0] <= self._loaded):
+        for path, before in self._stamps.items():
+            if before is not None and (stamp(path) != before or self._began < before[0] <= self._loaded):
                 yield path
 
 
 # ---------------------------------------------------------------- the zygote
 class Zygote:
-    """Serves requests on `line` for the command `words`. deaf: signals that it ignores, and ranks do not. first: the
-    first entry of sys.path for the command."""
+    """Serves requests on `line` for the command `words`, and ignores the signals `deaf`, which ranks do not."""
 
     def __init__(self, line: socket.socket, words: list[str], deaf: Sequence[signal.Signals]):
         self._line, self._words, self._deaf = line, words, deaf
         self._agent = os.getppid()
-        self._mine, self.first = start_environment(), ""
+        self._mine = start_environment()
+        self.first = ""
+        """The first entry of sys.path for the command."""
         Reads.written |= {name for name, value in os.environ.items() if self._mine.get(name) != value}
         self._written: dict[str, str | None] = {}
         self._files = Files()
@@ -241,7 +241,8 @@ class Zygote:
             for path, package in self._scripts():
                 self._lead(path, package)
             self._import_all(later)
-            self._import_later()
+            with contextlib.suppress(Cold):  # errors are left to the ranks, which would import these by themselves
+                self._import_all([module for now, module in LATER.items() if now in sys.modules])
         self._files.add_modules()
         self._written = {name: os.environ.get(name) for name in Reads.written}
         if reason := forkable.unsafe() or forkable.open_handles(before | {self._line.fileno()}) or forkable.trial():
@@ -274,7 +275,7 @@ class Zygote:
                 statements = leading_imports(importlib.util.decode_source(file.read()), path)
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise Cold(f"{path}: {error}") from None
-        space = {"__name__": "__zygote__", "__package__": package, "__file__": path}
+        space: dict[str, object] = {"__name__": "__zygote__", "__package__": package, "__file__": path}
         for statement in statements:
             self._import(statement, space, f"line {statement.lineno} of {path}")
 
@@ -282,12 +283,7 @@ class Zygote:
         for name in names:
             self._import(ast.parse(f"import {name}").body[0], {}, f"import {name}")
 
-    def _import_later(self) -> None:
-        """Import what every rank would import by itself; errors are left to the ranks."""
-        with contextlib.suppress(Cold):
-            self._import_all([later for now, later in LATER.items() if now in sys.modules])
-
-    def _import(self, statement: ast.stmt, space: dict[str, Any], where: str) -> None:
+    def _import(self, statement: ast.stmt, space: dict[str, object], where: str) -> None:
         try:
             exec(compile(ast.Module([statement], []), "<zygote>", "exec", dont_inherit=True), space)
         except BaseException as error:  # including SystemExit
@@ -319,10 +315,10 @@ class Zygote:
                 os.close(descriptor)
             self.send_to_agent(number=message["number"], **answer)
 
-    def _refusal(self, environment: Mapping[str, str], asked: float) -> dict[str, Any] | None:
+    def _refusal(self, environment: Mapping[str, str], asked: float) -> dict[str, object] | None:
         if path := self._files.first_change(asked):
             return {"cold": f"{path} has changed since it was read", "stale": True}
-        if name := different(Reads.seen, self._mine, environment):
+        if name := first_difference(Reads.seen, self._mine, environment):
             return {"cold": f"its imports depend on {name}, which this rank has otherwise"}
         return None
 
@@ -423,7 +419,7 @@ def run(words: list[str], first: str) -> None:
     exec(code, vars(main))
 
 
-def end_of(words: list[str], first: str) -> int:
+def run_to_end(words: list[str], first: str) -> int:
     """Run the command, and return its exit status like the interpreter's."""
     try:
         run(words, first)
@@ -485,7 +481,7 @@ def main() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     zygote.send_to_agent(ready=True)
-    exit_process(end_of(zygote.serve(), zygote.first))
+    exit_process(run_to_end(zygote.serve(), zygote.first))
 
 
 if __name__ == "__main__":

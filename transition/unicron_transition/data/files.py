@@ -45,7 +45,7 @@ class OpenFiles:
 
 
 class Shards:
-    """The shards of a dataset. counts: the number of samples in each."""
+    """The shards of a dataset, with `counts` samples each."""
 
     def __init__(self, counts: Iterable[int]):
         self._ends = list(accumulate(counts))

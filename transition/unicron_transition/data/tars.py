@@ -63,11 +63,11 @@ class Tars:
         decode: Callable[[Sample], Any] | None = None,
     ):
         pattern = isinstance(paths, str | os.PathLike)
-        found = sorted(glob.glob(os.fspath(paths))) if pattern else sorted(map(os.fspath, paths))  # type: ignore[arg-type]
-        if not found:
+        files = sorted(glob.glob(os.fspath(paths))) if pattern else sorted(map(os.fspath, paths))  # type: ignore[arg-type]
+        if not files:
             raise ValueError(f"no tar files: {paths}; check the path")
-        self._paths, self._decode = found, decode
-        self._samples = [_read_index(Path(path), None if index is None else Path(index)) for path in found]
+        self._paths, self._decode = files, decode
+        self._samples = [_read_index(Path(path), None if index is None else Path(index)) for path in files]
         self._shards, self._files = Shards(map(len, self._samples)), OpenFiles()
 
     def __len__(self) -> int:

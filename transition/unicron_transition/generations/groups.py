@@ -72,10 +72,10 @@ def open_to_newcomers(store: Any) -> None:
 
 @dataclass(frozen=True)
 class Role:
-    """The ranks of one of Megatron's groups: those at `places`, in all replicas if `whole`, otherwise in this one."""
+    """The ranks of one of Megatron's groups."""
 
-    whole: bool
-    places: tuple[int, ...]
+    whole: bool  # of all replicas, otherwise of this one
+    places: tuple[int, ...]  # their places in a replica
     backend: str | None = None
 
     def ranks(self, layout: Layout, replica: int, replicas: int) -> list[int]:

@@ -110,10 +110,10 @@ def parse_layout(text: str) -> StatedLayout:
         sizes[match[1]] = int(match[2])
     if not sizes:
         raise ValueError('a layout is missing: write it like "TP2 PP2"')
-    found = StatedLayout(Layout(sizes.get("TP", 1), 1, sizes.get("PP", 1)), sizes.get("VPP", 1))
-    if found.virtual > 1 and found.layout.pipeline == 1:
+    stated = StatedLayout(Layout(sizes.get("TP", 1), 1, sizes.get("PP", 1)), sizes.get("VPP", 1))
+    if stated.virtual > 1 and stated.layout.pipeline == 1:
         raise ValueError(f"{text}: VPP needs PP2 or more")
-    return found
+    return stated
 
 
 def replicas(members: Sequence[int], size: int) -> list[list[int]]:

@@ -8,11 +8,12 @@ are looked at, not NCCL's.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
+
+from unicron_detector.tcp_sockets import view_of
 
 # Retries count for this long. With the shortest limit of an iteration (1 s) five tries may be lost in a row, the last
 # after 6.2 s: at 10 % loss each way that happens once in 4,000 losses that only a time-out shows.
@@ -23,10 +24,10 @@ _INFO = struct.Struct("=xxB21xI16xI8xI60xQQ")
 
 
 class Pulse:
-    """The progress of a rank's connections, for one thread. connections() returns inode -> file descriptor."""
+    """The progress of a rank's connections, for one thread."""
 
     def __init__(self, connections: Callable[[], Mapping[int, int]]):
-        self._connections = connections
+        self._connections = connections  # returns inode -> file descriptor
         self._bytes = -1
         self._retries = 0
         self._since: dict[int, float] = {}  # inode -> when its retries began
@@ -51,6 +52,6 @@ class Pulse:
 
 
 def _info(descriptor: int) -> tuple[int, ...]:
-    with socket.socket(fileno=os.dup(descriptor)) as view:
+    with view_of(descriptor) as view:
         data = view.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
     return _INFO.unpack(data)

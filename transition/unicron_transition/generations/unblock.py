@@ -11,34 +11,18 @@ may outlive the generation.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
 
-
-def tcp_sockets() -> dict[int, int]:
-    """Return inode -> file descriptor of this process's TCP sockets."""
-    sockets = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith("socket:[") and _is_tcp(int(name)):
-                sockets[int(target[8:-1])] = int(name)
-    return sockets
-
-
-def _is_tcp(descriptor: int) -> bool:
-    with socket.socket(fileno=os.dup(descriptor)) as view:
-        return view.family in (socket.AF_INET, socket.AF_INET6) and view.type == socket.SOCK_STREAM
+from unicron_detector.tcp_sockets import tcp_sockets, view_of
 
 
 class Unblocker:
-    """The sockets of the present generation. Thread-safe. abort(inside) frees waits in groups without sockets
-    (NCCL)."""
+    """The sockets of the present generation. Thread-safe."""
 
     def __init__(self, abort: Callable[[bool], int] = lambda inside: 0) -> None:
-        self._abort = abort
+        self._abort = abort  # abort(inside) frees waits in groups without sockets (NCCL)
         self._lock = threading.Lock()
         self._foreign: set[int] | None = None  # while groups are built: the sockets that were open before
         self._across: set[int] = set()
@@ -102,7 +86,7 @@ class Unblocker:
 
 def _shutdown(descriptor: int) -> bool:
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as view:
+        with view_of(descriptor) as view:
             # fails for a listening socket, whose shutdown would make gloo's accept abort the process
             view.getpeername()
             view.shutdown(socket.SHUT_RDWR)

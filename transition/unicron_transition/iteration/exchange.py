@@ -119,15 +119,15 @@ class Exchange:
         if dist.get_world_size(group) == 1:
             return tensor
         if self._process.backend == "gloo":
-            found, self._sending = largest_of_all(tensor, group)
+            largest, self._sending = largest_of_all(tensor, group)
             self._check(None, inside)
-            return found
+            return largest
         sent = tensor.to(self._process.device)
         work = dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group, async_op=True)
         work.wait()
-        found = sent.cpu()  # waits for the device
+        largest = sent.cpu()  # waits for the device
         self._check(work, inside)
-        return found
+        return largest
 
     def _check(self, work: Any, inside: bool = False) -> None:
         """Raise PeerLost if the result of a collective may be garbage: NCCL raises nothing when one fails."""
@@ -149,9 +149,8 @@ class Exchange:
         module = model[-1 if last else 0].module
         while hasattr(module, "module"):
             module = module.module
-        further = getattr(
-            getattr(module, "config", None), "mtp_num_layers", None
-        )  # with them the last stage also embeds tokens
+        # with layers of multi-token prediction the last stage also embeds tokens
+        further = getattr(getattr(module, "config", None), "mtp_num_layers", None)
         if not getattr(module, "share_embeddings_and_output_weights", False) and not further:
             return False
         weight = module.shared_embedding_or_output_weight().data
@@ -178,13 +177,13 @@ def largest_of_all(tensor: torch.Tensor, group: Any) -> tuple[torch.Tensor, list
     """
     group = dist.group.WORLD if group is None else group
     rank, size = group.rank(), group.size()
-    known, sending, step = tensor, [], 1
+    largest, sending, step = tensor, [], 1
     while step < size:  # by the group's own methods: torch's functions add more time than the message takes
-        received, tag = torch.empty_like(known), FIRST_TAG + step
-        sending.append((known, group.send([known], (rank + step) % size, tag)))
+        received, tag = torch.empty_like(largest), FIRST_TAG + step
+        sending.append((largest, group.send([largest], (rank + step) % size, tag)))
         group.recv([received], (rank - step) % size, tag).wait()
-        known, step = torch.maximum(known, received), 2 * step
-    return known, sending
+        largest, step = torch.maximum(largest, received), 2 * step
+    return largest, sending
 
 
 def at_commit(optimizer: Any, commit: Callable[[], None]) -> None:

@@ -48,7 +48,7 @@ def outlives_notice() -> bool:
 
 
 def _outlive_in_process() -> None:
-    """Outlive the notice in a process of multiprocessing."""
+    """Make a process of multiprocessing outlive the notice."""
     global _rank
     if outlives_notice():
         _rank = os.getpid()
@@ -57,7 +57,7 @@ def _outlive_in_process() -> None:
 
 
 def _settle_process(outlives: bool) -> None:
-    """Outlive the notice in a process of multiprocessing that is not a fork of the rank."""
+    """Make a process of multiprocessing that is not a fork of the rank outlive the notice."""
     if outlives:
         outlive_notice()
     _outlive_in_process()

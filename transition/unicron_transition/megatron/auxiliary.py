@@ -26,10 +26,11 @@ _SCALERS = (  # (module, class that adds an auxiliary loss's gradient, the setti
 
 
 class Auxiliary:
-    """The auxiliary losses and biases of one rank's model chunks. total: micro-batches of the whole iteration."""
+    """The auxiliary losses and biases of one rank's model chunks."""
 
     def __init__(self, model: Sequence[Any], config: Any, total: int, pending: DeferredChanges):
-        self._config, self.total, self._pending = config, total, pending
+        self._config, self._pending = config, pending
+        self.total = total  # micro-batches of the whole iteration
         self._scalers = [
             getattr(import_module(module), name) for module, name, setting in _SCALERS if getattr(config, setting, None)
         ]

@@ -46,8 +46,7 @@ def again_and_again(unblock: Callable[[], Any]) -> Iterator[None]:
 
 
 class Gradients(Accumulation):
-    """The gradients of one rank's Megatron DDP chunks. forward_step: Megatron's `forward_step_func(data_iterator,
-    model) -> (output, loss_func)`."""
+    """The gradients of one rank's Megatron DDP chunks."""
 
     def __init__(self, model: Sequence[Any], forward_step: Callable[..., Any], work: Work):
         from megatron.core.utils import get_model_config
@@ -55,7 +54,9 @@ class Gradients(Accumulation):
         super().__init__(work)
         if min(work.sequence, work.size) < 1:
             raise ValueError("Megatron's schedule needs seq_length and micro_batch_size")
-        self.model, self.forward_step = list(model), forward_step
+        self.model = list(model)
+        self.forward_step = forward_step
+        """Megatron's `forward_step_func(data_iterator, model) -> (output, loss_func)`."""
         self.schedule_arguments = {"seq_length": work.sequence, "micro_batch_size": work.size}
         self.layout, self._coordinate = work.layout, work.layout.coordinate(work.place)._asdict()
         self.config = get_model_config(self.model[0])

@@ -20,18 +20,21 @@ _COMMUNICATES = ", which communicates between two iterations"
 # Attribute of the arguments -> the words that follow "can't heal". Each option is refused if it is set.
 REFUSED_OPTIONS = {
     **_options(
-        "perform_rl_step hybrid_context_parallel hierarchical_context_parallel_sizes sft vision_pretraining", ""
+        "perform_rl_step hybrid_context_parallel hierarchical_context_parallel_sizes sft vision_pretraining "
+        "moe_use_upcycling",
+        "",
     ),
-    **_options("moe_use_upcycling", ""),
-    **_options("fake_process_group lazy_mpu_init use_tp_pp_dp_mapping use_sharp nccl_communicator_config_path"),
-    **_options("high_priority_stream_groups create_all_gather_group iterations_to_skip logits_save_dir"),
-    **_options("phase_transition_iterations"),
-    **_options("distributed_timeout_seconds_after_init check_weight_hash_across_dp_replicas_interval"),
-    **_options("save_dgrads_interval save_wgrads_interval save_params_interval save_activations_interval"),
-    **_options("run_workload_inspector_server optimizer_cuda_graph optimizer_cpu_offload"),
+    **_options(
+        "fake_process_group lazy_mpu_init use_tp_pp_dp_mapping use_sharp nccl_communicator_config_path "
+        "high_priority_stream_groups create_all_gather_group iterations_to_skip logits_save_dir "
+        "phase_transition_iterations distributed_timeout_seconds_after_init "
+        "check_weight_hash_across_dp_replicas_interval save_dgrads_interval save_wgrads_interval save_params_interval "
+        "save_activations_interval run_workload_inspector_server optimizer_cuda_graph optimizer_cpu_offload"
+    ),
     "nccl_ub": "--use-nccl-ub: leave it out",
-    **_options("log_params_norm log_energy log_max_attention_logit", f"{_COMMUNICATES}: leave it out"),
-    **_options("gpu_sniff_test_interval", f"{_COMMUNICATES}: leave it out"),
+    **_options(
+        "log_params_norm log_energy log_max_attention_logit gpu_sniff_test_interval", f"{_COMMUNICATES}: leave it out"
+    ),
     **_options("log_straggler", f"{_COMMUNICATES}: `unicronctl status` names slow ranks"),
     **_options("qk_clip", _COMMUNICATES),
     **_options("num_experts", ", whose log and auxiliary losses communicate between two iterations"),
@@ -67,10 +70,10 @@ ONLY = {
 
 @dataclass(frozen=True)
 class Folders:
-    """The folders of Unicron's checkpoints, which are written to `save` and may begin from `load`."""
+    """The folders of Unicron's checkpoints."""
 
-    save: Path | None
-    load: Path | None
+    save: Path | None  # where they are written
+    load: Path | None  # where the training may begin from
     interval: int
     """Iterations between two checkpoints."""
     needed: bool

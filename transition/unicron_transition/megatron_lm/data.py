@@ -88,7 +88,7 @@ class Samples:
         return default_collate([self.dataset[sample] for sample in range(first, first + self._micro)])
 
 
-def one(samples: Any) -> Samples:
+def built_samples(samples: Any) -> Samples:
     """Return the samples of this rank. Virtual stages have one each, of which not all are built."""
     each: list[Samples] = samples if isinstance(samples, list) else [samples]
     return next((found for found in each if found is not None and found.dataset is not None), each[0])

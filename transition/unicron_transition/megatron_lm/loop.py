@@ -78,7 +78,9 @@ class Loop:
             from megatron.training import get_args
 
             args, config = get_args(), get_model_config(model[0])
-            session = self._make(args, forward_step_func, model, optimizer, opt_param_scheduler, data.one(samples))
+            session = self._make(
+                args, forward_step_func, model, optimizer, opt_param_scheduler, data.built_samples(samples)
+            )
 
             def to_the_end() -> Any:
                 while True:
@@ -281,8 +283,8 @@ def _stop(original: Callable[..., None]) -> Callable[..., None]:
 def _own_times(timers: Any, names: list[str], reset: bool, barrier: bool) -> torch.Tensor | None:
     if not names:
         return None
-    known = known_timers(timers)
-    times = [known[name].elapsed(reset=reset) if name in known else 0.0 for name in names]
+    started = known_timers(timers)
+    times = [started[name].elapsed(reset=reset) if name in started else 0.0 for name in names]
     return torch.tensor([times], dtype=torch.float, device="cpu")
 
 

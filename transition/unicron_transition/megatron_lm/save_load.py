@@ -17,10 +17,9 @@ from unicron_transition.snapshot.migrate import TrainingState
 NO_CHECKPOINT = "{} has no checkpoint, and --exit-on-missing-checkpoint is given"
 
 
-class SavedAndLoaded(Checkpoints):
+class LauncherCheckpoints(Checkpoints):
     """Checkpoints that are written to `--save`; without it, none are. The training continues from there, otherwise from
-    `--load`, which may have Unicron's checkpoints or Megatron-LM's. before(iteration): the samples of all iterations
-    before."""
+    `--load`, which may have Unicron's checkpoints or Megatron-LM's."""
 
     needs_beginning = False  # by default Megatron-LM starts anew if the folder is empty
 
@@ -32,7 +31,8 @@ class SavedAndLoaded(Checkpoints):
         super().__init__(folder, interval, begin_from=folders.load)
         self.begin = Selection(folders.optimizer, folders.iteration)
         self._writes = folders.save is not None
-        self._needed, self._before = folders.needed, before
+        self._needed = folders.needed
+        self._before = before  # before(iteration) returns the samples of all iterations before
         self.choices()  # finds an unusable folder before the model is built
 
     def whole_ones(self) -> list[WholeCheckpoint]:
@@ -47,7 +47,7 @@ class SavedAndLoaded(Checkpoints):
         return found
 
     def choices(self) -> list[WholeCheckpoint]:
-        found = super().choices()
+        all_ones = super().choices()
         own = self.whole_ones() if self.begin_from == self.folder else []
         if own and (theirs := megatrons_iteration(self.folder)) > own[0].iteration:
             raise CheckpointError(
@@ -55,9 +55,9 @@ class SavedAndLoaded(Checkpoints):
                 f"{own[0].iteration}: to begin from Megatron-LM's, move the folders iteration-* away; to go on from "
                 f"Unicron's, move {TRACKER} away"
             )
-        if not found and self._needed:
+        if not all_ones and self._needed:
             raise CheckpointError(NO_CHECKPOINT.format(self.begin_from or self.folder))
-        return found
+        return all_ones
 
     def _load_beginning(self, state: TrainingState, folder: Path) -> Foreign:
         found = super()._load_beginning(state, folder)
@@ -86,6 +86,6 @@ class SavedAndLoaded(Checkpoints):
             super().rescue(*arguments, **keywords)
 
 
-def checkpoints(folders: Folders | None, before: Callable[[int], int]) -> SavedAndLoaded | None:
+def checkpoints(folders: Folders | None, before: Callable[[int], int]) -> LauncherCheckpoints | None:
     """Return the checkpoints; None without folders. Raises :class:`CheckpointError` for an unusable folder."""
-    return SavedAndLoaded(folders, before) if folders is not None and (folders.save or folders.load) else None
+    return LauncherCheckpoints(folders, before) if folders is not None and (folders.save or folders.load) else None

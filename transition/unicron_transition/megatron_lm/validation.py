@@ -22,10 +22,11 @@ class GivenUp(Exception):
 
 
 class Evaluation:
-    """The evaluations of one rank. again(): trains to the end again, after the job had to go back behind it."""
+    """The evaluations of one rank."""
 
     def __init__(self, session: Session, key: Callable[[], str], again: Callable[[], None]):
-        self._session, self._key, self._again = session, key, again
+        self._session, self._key = session, key
+        self._again = again  # trains to the end again, after the job had to go back behind it
         self.in_loop = True
 
     def evaluate(
@@ -46,7 +47,7 @@ class Evaluation:
         from megatron.training import get_args, get_timers
 
         args, timers = get_args(), get_timers()
-        samples = data.one(data_iterator)
+        samples = data.built_samples(data_iterator)
         number = args.eval_iters if eval_iters is None else eval_iters
         timers("evaluate", log_level=0).start(barrier=True)
         value = self._value(args, samples, number)
@@ -72,9 +73,8 @@ class Evaluation:
     def _try_once(self, args: Any, samples: data.Samples, number: int) -> float | None:
         batch, iteration = args.global_batch_size, self._session.iteration
         part = IN_LOOP if self.in_loop else TEST if samples.what == "test" else VALIDATION
-        before = (
-            iteration // args.eval_interval if args.eval_interval else 0
-        )  # validations of the loop up to this iteration
+        # validations of the loop up to this iteration
+        before = iteration // args.eval_interval if args.eval_interval else 0
         first = {IN_LOOP: before - 1, VALIDATION: before, TEST: 0}[part] * number * batch
         micro_batches = number * batch // args.micro_batch_size
         return self._session.evaluate(lambda _, index: samples(first, index), micro_batches, part)

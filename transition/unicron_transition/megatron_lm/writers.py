@@ -22,12 +22,13 @@ JOBS = ("SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID")
 
 
 class Writers:
-    """The writers of one rank. step(): the iteration of the next line; None if there is none yet."""
+    """The writers of one rank."""
 
     def __init__(self, step: Callable[[], int | None], save: Callable[[], Path | None]):
-        self._step, self._save = step, save
-        self._set: dict[str, Callable[[], None]] = {}  # kind -> opens its writer
-        self._found: dict[str, Any] = {}
+        self._step = step  # returns the iteration of the next line; None if there is none yet
+        self._save = save  # returns the folder of checkpoints
+        self._openers: dict[str, Callable[[], None]] = {}  # by kind
+        self._writers: dict[str, Any] = {}  # by kind
         self._was_last = False
 
     def install(self) -> None:
@@ -40,7 +41,7 @@ class Writers:
 
     def _setting(self, kind: str, original: Callable[[Any], None]) -> Callable[[Any], None]:
         def set_writer(args: Any) -> None:
-            self._set[kind] = lambda: self._open(original, args)
+            self._openers[kind] = lambda: self._open(original, args)
 
         return set_writer
 
@@ -62,12 +63,12 @@ class Writers:
         def get_writer() -> Any:
             if not self._is_last():
                 return None
-            if kind in self._set:
-                self._set.pop(kind)()
+            if kind in self._openers:
+                self._openers.pop(kind)()
                 if (opened := original()) is not None:
-                    self._found[kind] = opened
+                    self._writers[kind] = opened
                     self._begin_file()
-            return self._found.get(kind)
+            return self._writers.get(kind)
 
         return get_writer
 
@@ -81,7 +82,7 @@ class Writers:
 
     def _begin_file(self) -> None:
         """Begin a file that replaces TensorBoard's data from this step on, by other ranks or from before a way back."""
-        writer, step = self._found.get("tensorboard"), self._step()
+        writer, step = self._writers.get("tensorboard"), self._step()
         if writer is not None and step is not None:
             writer.close()
             writer.purge_step = step
@@ -93,7 +94,7 @@ class Writers:
     def _flushing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def log_and_flush(*arguments: Any, **keywords: Any) -> Any:
             outcome = original(*arguments, **keywords)
-            if self._was_last and (writer := self._found.get("tensorboard")) is not None:
+            if self._was_last and (writer := self._writers.get("tensorboard")) is not None:
                 writer.flush()
             return outcome
 

@@ -103,9 +103,7 @@ def buckets(parameters: Iterable[torch.nn.Parameter], size: int, proof: int = 0)
 
 
 class PlainGradients(Accumulation):
-    """The gradients of one module. parameters: name -> parameter that the optimizer trains. scale: multiplies a loss
-    before its backward pass (a GradScaler's). forward_step: `forward_step(micro_batch, model)` returns the mean loss,
-    or (sum of losses, tokens), 0-d tensors."""
+    """The gradients of one module, for the `parameters` (name -> parameter) that the optimizer trains."""
 
     def __init__(
         self,
@@ -116,7 +114,11 @@ class PlainGradients(Accumulation):
         work: Work,
     ):
         super().__init__(work)
-        self._model, self._scale, self._forward_step = model, scale, forward_step
+        self._model = model
+        self._scale = scale
+        """Multiplies a loss before its backward pass (a GradScaler's)."""
+        self._forward_step = forward_step
+        """`forward_step(micro_batch, model)` returns the mean loss, or (sum of losses, tokens), 0-d tensors."""
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._buckets = buckets(parameters.values(), BUCKET_BYTES, work.total)
         self._number = {id(each): number for number, bucket in enumerate(self._buckets) for each in bucket.parameters}

@@ -20,11 +20,7 @@ from unicron_transition.snapshot.migrate import TrainingState, as_before, as_pla
 
 
 class Plain:
-    """A plain PyTorch module with its optimizer.
-
-    scheduler: one of `torch.optim.lr_scheduler`, stepped after each iteration, or None. clip_grad: the largest norm of
-    all gradients together. scaler: a `torch.amp.GradScaler`, for fp16.
-    """
+    """A plain PyTorch module with its optimizer, as a session trains them."""
 
     varies = False  # the number of micro-batches is fixed: the buckets have room for their proof
 
@@ -37,7 +33,7 @@ class Plain:
         scaler: Any = None,
     ):
         self._model, self._module = model, modules.original_module(model)
-        self._scaler = scaler
+        self._scaler = scaler  # a torch.amp.GradScaler for fp16, or None
         self.chunks: Sequence[Any] = [SimpleNamespace(module=self._module)]
         self.optimizer = PlainOptimizer(optimizer, self._module, clip_grad, scaler)
         self.scheduler = PlainSchedule(scheduler, scaler) if scheduler is not None or scaler is not None else None
@@ -81,7 +77,8 @@ class PlainOptimizer:
     communicate."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, clip_grad: float | None, scaler: Any):
-        self.optimizer, self._module, self._clip, self._scaler = optimizer, module, clip_grad, scaler
+        self.optimizer, self._module, self._scaler = optimizer, module, scaler
+        self._clip = clip_grad  # the largest norm of all gradients together, or None
         if scaler is not None:  # so that a rank without micro-batches has a scale, too
             device = next((each.device for group in optimizer.param_groups for each in group["params"]), None)
             scaler.scale(torch.zeros((), device=device))
@@ -149,7 +146,8 @@ class PlainSchedule:
     """torch's schedule of the learning rate and the gradient scaler, whose states are kept together."""
 
     def __init__(self, scheduler: Any, scaler: Any):
-        self.scheduler, self._parts = scheduler, {"schedule": scheduler, "scaler": scaler}
+        self.scheduler = scheduler  # one of torch.optim.lr_scheduler, stepped after each iteration, or None
+        self._parts = {"schedule": scheduler, "scaler": scaler}
 
     def step(self, increment: int) -> None:
         """Step the schedule after the optimizer."""

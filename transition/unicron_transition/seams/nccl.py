@@ -42,11 +42,12 @@ def keep_torch_from_aborting() -> list[str]:
 
 
 class _Abort(threading.Thread):
-    """The abort of one group's communicator. had: whether the group had one."""
+    """The abort of one group's communicator."""
 
     def __init__(self, group: Any):
         super().__init__(name="unicron-abort", daemon=True)
-        self._group, self.had = group, False
+        self._group = group
+        self.had = False  # whether the group had a communicator
 
     def run(self) -> None:
         self.had = _has_communicator(self._group)
@@ -55,7 +56,7 @@ class _Abort(threading.Thread):
 
 
 class Aborter:
-    """Aborts communicators together, each once, from one place. `inside`: the groups inside the replica.
+    """Aborts communicators together, each once, from one place.
 
     Each abort has a thread of its own. An abort frees memory of the card, for which CUDA waits until all kernels of
     this process are over, including those of the other communicators (pytorch#119797); and torch runs each abort in a
@@ -63,13 +64,12 @@ class Aborter:
 
     A group has no communicator before its first collective, and may get one after an abort that found none. So the next
     call tries again, as long as the main thread still waits.
-
-    begun: this process has aborted communicators of the generation, so their errors are no news.
     """
 
     def __init__(self) -> None:
-        self.inside: set[Any] = set()
+        self.inside: set[Any] = set()  # the groups inside the replica
         self.begun = False
+        """This process has aborted communicators of the generation, so their errors are no news."""
         self._aborted: set[int] = set()
         self._under_way: dict[int, _Abort] = {}
         self._lock = threading.Lock()

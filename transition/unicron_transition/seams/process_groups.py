@@ -63,9 +63,8 @@ def _store() -> Any:
 def register(group: Any, backend: str, numbers: Mapping[int, int]) -> None:
     """Tell torch about a group that outlived its world. numbers: rank in the world -> rank in the group."""
     _world.pg_map[group] = (backend, _store())
-    _world.pg_names[group] = distributed_c10d.GroupName(
-        f"kept.{id(group)}"
-    )  # cannot clash with torch's names of later groups
+    # cannot clash with torch's names of later groups
+    _world.pg_names[group] = distributed_c10d.GroupName(f"kept.{id(group)}")
     _world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(distributed_c10d.Backend(backend)))
     _world.pg_group_ranks[group] = dict(sorted(numbers.items(), key=lambda item: item[1]))
 

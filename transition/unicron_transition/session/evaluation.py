@@ -21,15 +21,14 @@ NONE = -1
 
 
 class Evaluations:
-    """The evaluations of one rank. A ticket numbers each of them: iteration boundary * MOST + part.
-
-    make_up(part) takes part in an evaluation that the others had begun before this rank joined: it calls
-    `Session.evaluate` with that part. If it is None, as for a script that cannot do so, the evaluation is given up.
-    """
+    """The evaluations of one rank. A ticket numbers each of them: iteration boundary * MOST + part."""
 
     def __init__(self, exchange: Exchange, gradients: Accumulation, lost: Callable[[], bool], device: torch.device):
         self._exchange, self._gradients, self._lost, self._device = exchange, gradients, lost, device
         self.make_up: Callable[[int], None] | None = None
+        """make_up(part) takes part in an evaluation that the others had begun before this rank joined: it calls
+        `Session.evaluate` with that part. If it is None, as for a script that cannot do so, the evaluation is given
+        up."""
         self._at_hand = NONE  # ticket of the evaluation that this rank is in
         self._known = NONE  # ticket of the last one whose value this rank has
         self._returned = NONE  # ticket of the last one whose value the script got

@@ -32,23 +32,20 @@ NEVER_KEPT = -1  # the groups inside the replica are broken, or were never built
 
 
 class Member:
-    """The generations' view of a session, whose owner sets three functions:
-
-    - report(state) returns a status with what the session knows.
-    - take(plan, newcomer) starts to use the connected groups of `plan`, and moves the training state if ranks join.
-    - rescue(why) saves the state when the rank ends early.
-
-    Errors of the types `fatal` end the rank, because another try would not help.
-    """
+    """The generations' view of a session, whose owner sets `report`, `take` and `rescue`."""
 
     def __init__(self, process: Process, fatal: tuple[type[Exception], ...]):
         self.process, self.layout, self.slot = process, process.layout, process.slot
         self.watch, self.channel = process.watch, process.channel
-        self._fatal = fatal
+        self._fatal = fatal  # errors of these types end the rank, because another try would not help
         self.groups: groups.Groups | None = None
         self.report: Callable[[str], Status] = Status
+        """report(state) returns a status with what the session knows."""
         self.take: Callable[[Plan, bool], None] = lambda plan, newcomer: None
+        """take(plan, newcomer) starts to use the connected groups of `plan`, and moves the training state if ranks
+        join."""
         self.rescue: Callable[[str], None] = lambda why: None
+        """rescue(why) saves the state when the rank ends early."""
         self.generation = 0
         self.members: list[int] = []
         self.losses = 0  # nodes that have lost a rank
@@ -183,9 +180,8 @@ class Member:
         self.watch.enter_generation(plan, slots_of(plan.members, self.layout.size, self.slot))
         self.moments.setdefault("caught", time.monotonic())
         newcomer = not self.inside or self.slot in plan.joiners
-        formed = (
-            plan.source is not None and not plan.boundary and plan.state is None
-        )  # from scratch: some of the other ranks start as well
+        # from scratch: some of the other ranks start as well
+        formed = plan.source is not None and not plan.boundary and plan.state is None
         self.came_new = newcomer or formed
         self.publish("entering", entering=plan.generation)
         with self.process.unblocker.building():

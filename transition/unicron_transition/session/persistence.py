@@ -23,13 +23,13 @@ LONGEST_NAME = 255  # characters, `unicron_ctl.shared.protocol.ranges.NAME`
 
 
 class SaveSchedule:
-    """The schedule of one rank. checkpoints: None for none. local: the state in memory. risk(): what the job may
-    lose."""
+    """The schedule of one rank's checkpoints; `local` is the state in memory."""
 
     def __init__(
         self, checkpoints: Checkpoints | None, local: LocalState, risk: Callable[[], Risk] = lambda: Risk(1, False)
     ):
-        self._checkpoints, self._local, self._risk = checkpoints, local, risk
+        self._checkpoints, self._local = checkpoints, local
+        self._risk = risk  # returns what the job may lose
         self._filing_since: float | None = None  # the agent is making a file of what this rank has set aside
         self.writes = checkpoints is not None and checkpoints.destination is not None
         self._commit = CommitResult()
@@ -104,10 +104,12 @@ class SaveSchedule:
 
 
 class Persistence:
-    """One rank's part in all of that. checkpoints: None if the script makes none. local: the state in memory."""
+    """One rank's state beyond the end of its process, in memory and in checkpoints."""
 
     def __init__(self, member: Member, state: TrainingState, checkpoints: Checkpoints | None, local: LocalState):
-        self._member, self._state, self.checkpoints, self.local = member, state, checkpoints, local
+        self._member, self._state = member, state
+        self.checkpoints = checkpoints  # None if the script makes none
+        self.local = local  # the state in memory
         self.schedule = SaveSchedule(checkpoints, local, self._risk)
         # Now, before the script changes its working directory
         named = os.path.abspath(checkpoints.folder) if checkpoints is not None else ""

@@ -41,8 +41,7 @@ class SessionPosition:
 
 
 class RankReporter:
-    """Reports to the agent, if there is one. parameters: the number in this rank's part of the model. flops: per
-    micro-batch."""
+    """Reports to the agent, if there is one."""
 
     def __init__(
         self,
@@ -55,7 +54,8 @@ class RankReporter:
     ):
         self._at, self._member, self._channel = at, member, member.channel
         self._gradients, self._persistence, self._local = gradients, persistence, persistence.local
-        self._parameters, self._flops = parameters, flops
+        self._parameters = parameters  # of this rank's part of the model
+        self._flops = flops  # of a micro-batch
         self.micro_batches_of: Callable[[int], int] = lambda iteration: at.ledger.total
         self._last_reported: tuple[Any, ...] = ()  # the position in the last status
 
@@ -101,7 +101,7 @@ class RankReporter:
             loss=at.loss,
             saved=-1 if persistence.checkpoints is None else persistence.checkpoints.newest,
             forgets=self._local.trouble,
-            kept=self._has(state),
+            kept=self._reachable_states(state),
             sharded=self._local.sharded,
             remembers=self._local.reports,
             outlives=notice.outlives_notice(),
@@ -115,7 +115,7 @@ class RankReporter:
         after = phase in ("synced", "stepped")
         return self.micro_batches_of(ledger.iteration + 1) if after else ledger.total
 
-    def _has(self, state: str) -> list[tuple[int, str]]:
+    def _reachable_states(self, state: str) -> list[tuple[int, str]]:
         """Return (iteration, mark) of each state with which this rank could go on if no rank trains any more."""
         if not self._local.reports or state not in ("waiting", "stopped", "standby"):
             return []

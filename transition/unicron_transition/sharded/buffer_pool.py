@@ -68,11 +68,7 @@ class ClaimedImage:
 
 
 class BufferPool:
-    """The buffers of one rank, for its training thread. folder: for images; None if none are made.
-
-    device: of buffers without images. pinned: a card copies to and from them. tell: called once if there is no room for
-    an image, and for each image of an earlier process that cannot be used. cuts: also get what is sealed for a cut.
-    """
+    """The buffers of one rank, for its training thread."""
 
     def __init__(
         self,
@@ -83,10 +79,14 @@ class BufferPool:
         tell: Callable[[str], None] | None = None,
         cuts: Cuts | None = None,
     ):
-        self._folder = folder if device.type == "cpu" else None
-        self.slot, self._device, self._pinned, self._tell = slot, device, pinned, tell or warn
+        self._folder = folder if device.type == "cpu" else None  # for images; None if none are made
+        self.slot = slot
+        self._device = device  # of buffers without images
+        self._pinned = pinned  # a card copies to and from the buffers
+        self._tell = tell or warn
+        """Called once if there is no room for an image, and for each image of an earlier process that is of no use."""
         self._own = f"{SHARD}-{slot}."  # prefix of this rank's files
-        self._cuts = cuts or Cuts(None, slot)
+        self._cuts = cuts or Cuts(None, slot)  # also get what is sealed for a cut
         self._free: list[Buffer] = []
         self._pending: list[Future[bytes] | Future[None]] = []
         self._worker = Worker("unicron-images")

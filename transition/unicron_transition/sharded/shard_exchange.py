@@ -30,17 +30,14 @@ class MissingShard(RuntimeError):
 
 @dataclass(frozen=True)
 class Move:
-    """One run of elements that moves from an old shard to a new one.
+    """One run of elements that moves from an old shard to a new one. A rank that has what it needs moves it to
+    itself."""
 
-    The rank `source` reads it at `read` in the old shard `old`; the rank `target` writes it at `write` in its new
-    shard. A rank that has what it needs moves it to itself.
-    """
-
-    source: int
-    target: int
-    old: int
-    read: int
-    write: int
+    source: int  # the rank that reads
+    target: int  # the rank that writes
+    old: int  # the old shard
+    read: int  # place in the old shard
+    write: int  # place in the target's new shard
     size: int
 
 
@@ -101,14 +98,13 @@ class CopyFailed(RuntimeError):
 
 class ShardExchange:
     """The exchange of one rank. All methods but :meth:`check_alive` are collective over the group, and raise
-    RuntimeError if a peer is lost.
-
-    group(): the group over which the optimizer is sharded in the present generation. wire: the device on which the
-    backend wants its tensors. lost(): whether the generation is over.
-    """
+    RuntimeError if a peer is lost."""
 
     def __init__(self, group: Callable[[], Any], wire: torch.device, lost: Callable[[], bool]):
-        self._group, self._wire, self._lost = group, wire, lost
+        self._group = group
+        """Returns the group over which the optimizer is sharded in the present generation."""
+        self._wire = wire  # the device on which the backend wants its tensors
+        self._lost = lost  # whether the generation is over
 
     def who_holds(self, count: int, step: float, shards: Sequence[int]) -> tuple[int, float, list[set[int]]]:
         """Return the number of shards of a set, Adam's step, and the shards that each rank holds, from what this rank

@@ -111,9 +111,8 @@ class ShardedState(LocalState):
             self.adopt(*self._exchange.furthest(before))
         if self._unread and plan.state is None and self._slot not in plan.joiners:
             assert self._checkpoints is not None
-            self._checkpoints.load(
-                self._state, iteration
-            )  # the state in memory was not used, and others get it from here
+            # the state in memory was not used, and others get it from here
+            self._checkpoints.load(self._state, iteration)
 
     def complete(self, plan: Plan, iteration: int) -> int:
         if not plan.boundary:

@@ -47,11 +47,11 @@ _MARK = re.compile(rf"[0-9a-f]{{{MARK_BITS // 4}}}")
 
 @dataclass
 class _Set:
-    """This rank's part of a set: its own shard and copies of others. header: the state that is not a tensor."""
+    """This rank's part of a set: its own shard and copies of others."""
 
     count: int
     step: float  # Adam's; 0 in a rank whose shard is nothing but padding
-    header: bytes
+    header: bytes  # the state that is not a tensor
     shards: dict[int, Buffer] = field(default_factory=dict)
 
 
@@ -59,9 +59,7 @@ class Shards:
     """The sharded state of one rank's optimizer, for the training thread.
 
     Collective methods are so over the data-parallel group (including context parallelism), over which the optimizer is
-    sharded, and raise RuntimeError if a peer is lost. lost(): whether the generation is over. pool: where shards are
-    kept, by default with the parameters. wire: the device on which the backend wants its tensors, by default the same.
-    place: this rank's among the `size` of its replica.
+    sharded, and raise RuntimeError if a peer is lost. :class:`ShardExchange` describes `lost` and `wire`.
     """
 
     def __init__(
@@ -77,9 +75,9 @@ class Shards:
         elastic_buckets.check(model, optimizer)
         here: torch.device = next(model[0].parameters()).device
         self.model, self.optimizer = list(model), optimizer
-        self.pool = pool or BufferPool(None, 0, here)
+        self.pool = pool or BufferPool(None, 0, here)  # by default the shards are where the parameters are
         self._exchange = ShardExchange(lambda: self.group, wire or here, lost)
-        self._place, self._size = place, size
+        self._place, self._size = place, size  # this rank's place among the ranks of its replica
         self.buckets = Buckets(*elastic_buckets.bucket_sizes(optimizer))
         self.base = self.count = self.index = 0
         self._sets: dict[tuple[int, int], _Set] = {}  # (base, version), oldest first
@@ -129,13 +127,13 @@ class Shards:
             model, step, header, _ = msgpack.unpackb(claimed.head)
         except ValueError:
             model, step, header = b"of another release", 0.0, b""
-        found = self._sets.get(name) or _Set(key.count, 0.0, header)
-        if model != self._model or found.count != key.count or key.shard in found.shards or name in self._passed:
+        part = self._sets.get(name) or _Set(key.count, 0.0, header)
+        if model != self._model or part.count != key.count or key.shard in part.shards or name in self._passed:
             self.pool.discard(claimed.buffer)
             return
-        found.step = max(found.step, step)
-        found.shards[key.shard] = claimed.buffer
-        self._sets[name] = found
+        part.step = max(part.step, step)
+        part.shards[key.shard] = claimed.buffer
+        self._sets[name] = part
 
     # ------------------------------------------------------------ snapshots and copies
     @torch.no_grad()
@@ -213,7 +211,7 @@ class Shards:
     def held_shards(self) -> list[tuple[int, int, int, list[int]]]:
         """Return (base, version, count of shards, shards of this rank) of each set with whole images, newest last."""
         self.pool.wait_whole()
-        return [(*key, found.count, sorted(found.shards)) for key, found in sorted(self._sets.items())]
+        return [(*key, part.count, sorted(part.shards)) for key, part in sorted(self._sets.items())]
 
     # ------------------------------------------------------------ adopting
     @torch.no_grad()

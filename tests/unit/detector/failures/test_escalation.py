@@ -49,7 +49,7 @@ class Run:
 
 
 def actions(run: Run, cause: str, times: int, iterates: bool = True, **more) -> list[str]:
-    """The decisions about a fault that comes so often; iterates: the job finishes an iteration after each."""
+    """Return the decisions about a fault that comes so often; iterates: the job finishes an iteration after each."""
     found = []
     for _ in range(times):
         found.append(run.fault(cause, **more).action)
@@ -69,50 +69,43 @@ QUICK = {"uptime": 3.0, "worked": False}
 LATE = {"uptime": 900.0, "worked": False}
 
 
-@pytest.mark.parametrize(
-    ("policy", "cause", "more", "iterates", "expected"),
-    [
-        pytest.param({}, "hardware_warning", {}, True, ["report"], id="a warning is only reported"),
-        pytest.param({}, "ecc_error", {}, True, ["isolate"], id="severity 1"),
-        pytest.param({}, "nccl_timeout", {}, True, ["reattempt", "restart", "isolate"], id="the third moment flaps"),
-        pytest.param({}, "cuda_error", {}, True, ["restart", "move"], id="severity 2 again"),
-        pytest.param(
-            {"window": 600.0}, "cuda_error", {"after": 601.0}, True, ["restart"] * 2, id="a fault after the window"
-        ),
-        pytest.param({}, "application_error", {"uptime": 900.0}, True, ["restart"] * 6, id="an error of the program"),
-        pytest.param(
-            {"stuck_faults": 3}, "application_error", {"uptime": 900.0}, True, ["restart"] * 20, id="progress forgives"
-        ),
-        pytest.param(
-            {"stuck_faults": 5}, "application_error", LATE, False, ["restart"] * 4 + ["end_job"], id="no progress"
-        ),
-        pytest.param(
-            {"storage_patience": 600.0},
-            "file_system_error",
-            {"uptime": 2.0, "worked": False, "after": 100.0},
-            False,
-            ["restart"] * 7 + ["end_job"],
-            id="storage is waited for",
-        ),
-        *(
-            pytest.param(
-                {}, "application_error", {**QUICK, **where}, False, ["restart"] * 2 + ["end_job"], id=f"a bug, {name}"
-            )
-            for name, where in (("one node", {"job_nodes": 1}), ("no other node", {"stays": True}))
-        ),
-        *(
-            pytest.param(
-                {},
-                "application_error",
-                {"uptime": uptime, "worked": False, "job_nodes": 2},
-                False,
-                expected,
-                id=f"dead after {uptime} s, and there is another node",
-            )
-            for uptime, expected in ((120.0, ["restart", "restart", "move"]), (120.25, ["restart"] * 3))
-        ),
-    ],
-)
+END = ["end_job"]
+LADDER = {  # policy, cause, circumstances, whether the job iterates, actions
+    "a warning is only reported": ({}, "hardware_warning", {}, True, ["report"]),
+    "severity 1": ({}, "ecc_error", {}, True, ["isolate"]),
+    "the third moment flaps": ({}, "nccl_timeout", {}, True, ["reattempt", "restart", "isolate"]),
+    "severity 2 again": ({}, "cuda_error", {}, True, ["restart", "move"]),
+    "a fault after the window": ({"window": 600.0}, "cuda_error", {"after": 601.0}, True, ["restart"] * 2),
+    "an error of the program": ({}, "application_error", {"uptime": 900.0}, True, ["restart"] * 6),
+    "progress forgives": ({"stuck_faults": 3}, "application_error", {"uptime": 900.0}, True, ["restart"] * 20),
+    "no progress": ({"stuck_faults": 5}, "application_error", LATE, False, ["restart"] * 4 + END),
+    "storage is waited for": (
+        {"storage_patience": 600.0},
+        "file_system_error",
+        QUICK | {"uptime": 2.0, "after": 100.0},
+        False,
+        ["restart"] * 7 + END,
+    ),
+    "a bug, one node": ({}, "application_error", QUICK | {"job_nodes": 1}, False, ["restart"] * 2 + END),
+    "a bug, no other node": ({}, "application_error", QUICK | {"stays": True}, False, ["restart"] * 2 + END),
+    "quick deaths, and there is another node": (
+        {},
+        "application_error",
+        QUICK | {"uptime": 120.0, "job_nodes": 2},
+        False,
+        ["restart"] * 2 + ["move"],
+    ),
+    "deaths that are not quick": (
+        {},
+        "application_error",
+        QUICK | {"uptime": 120.25, "job_nodes": 2},
+        False,
+        ["restart"] * 3,
+    ),
+}
+
+
+@pytest.mark.parametrize(("policy", "cause", "more", "iterates", "expected"), LADDER.values(), ids=LADDER)
 def test_actions_that_follow_each_other(policy, cause, more, iterates, expected):
     assert actions(Run(**policy), cause, len(expected), iterates, **more) == expected
 
@@ -129,12 +122,10 @@ def test_a_repeated_fault_says_so_and_another_on_probation_does_not_escalate():
 )
 def test_what_says_nothing_of_the_node_never_blames_it_however_often(cause):
     run = Run()
-    actions = []
-    for _ in range(40):
-        actions.append(run.fault(cause, after=20.0).action)
-        run.iteration()
-    assert set(actions) <= {"restart", "move"} and run.history.node_moments("n1", run.now) == 0
-    stuck = [run.fault(cause, after=20.0, worked=False).action for _ in range(200)]
+    assert (
+        set(actions(run, cause, 40, after=20.0)) <= {"restart", "move"} and run.history.node_moments("n1", run.now) == 0
+    )
+    stuck = actions(run, cause, 200, iterates=False, after=20.0, worked=False)
     assert "isolate" not in stuck and "end_job" in stuck
 
 
@@ -171,8 +162,7 @@ def test_a_slot_that_was_moved_and_does_not_come_up_is_started_again_first():
 
 
 def test_the_wait_before_a_repetition_doubles_up_to_its_limit():
-    run = Run(backoff=1.0, backoff_limit=5.0, window=1e6)
-    waits = []
+    run, waits = Run(backoff=1.0, backoff_limit=5.0, window=1e6), []
     for _ in range(5):
         waits.append(run.fault("application_error", after=100.0).wait_seconds)
         run.iteration()
@@ -181,26 +171,20 @@ def test_the_wait_before_a_repetition_doubles_up_to_its_limit():
 
 # ---------------------------------------------------------------- jobs that fail by their own bug
 def test_quick_deaths_on_two_nodes_end_the_job():
-    run = Run()
-    quick = {"uptime": 3.0, "worked": False}
-    actions = []
+    run, actions = Run(), []
     for _ in range(3):
-        actions.append(run.fault("application_error", slot=0, node="n1", **quick).action)
-        last = run.fault("application_error", slot=1, node="n2", after=0.1, **quick)
-        actions.append(last.action)
+        actions.append(run.fault("application_error", slot=0, node="n1", **QUICK).action)
+        actions.append(run.fault("application_error", slot=1, node="n2", after=0.1, **QUICK).action)
     assert "end_job" in actions and "isolate" not in actions
-    assert run.fault("application_error", **quick).action == "none"
+    assert run.fault("application_error", **QUICK).action == "none"
 
 
 def test_quick_deaths_on_one_of_several_nodes_are_tried_on_another_then_end_the_job():
     run = Run()
-    quick = {"uptime": 3.0, "worked": False}
-    for _ in range(2):
-        assert run.fault("configuration_error", node="n1", **quick).action == "restart"
-    decision = run.fault("configuration_error", node="n1", **quick)
+    assert actions(run, "configuration_error", 2, iterates=False, **QUICK) == ["restart"] * 2
+    decision = run.fault("configuration_error", node="n1", **QUICK)
     assert decision.action == "move" and "n1 only" in decision.reason
-    decision = run.fault("configuration_error", node="n2", **quick)
-    assert decision.action == "end_job"
+    assert run.fault("configuration_error", node="n2", **QUICK).action == "end_job"
 
 
 def test_one_burst_of_all_ranks_is_not_many_faults():
@@ -226,7 +210,7 @@ def test_the_first_fault_of_storage_begins_its_patience():
 
 
 def began(run: Run, cause: str, *places: tuple[int, str], job_nodes: int, fresh: bool = True, **more) -> list[Event]:
-    """What ranks are that die of one cause at their start, before the job's first iteration."""
+    """Return the events of ranks that die of one cause at their start, before the job's first iteration."""
     return [
         run.fault(cause, slot=slot, node=node, job_nodes=job_nodes, fresh=fresh, **{**DIED, **more}).event
         for slot, node in places
@@ -338,25 +322,17 @@ def test_what_peers_see_is_explained_by_another_slot_of_the_same_job():
     assert run.history.node_moments("n1", run.now) == 1
 
 
-def test_a_flapping_node_is_left_by_the_job_that_sees_it():
-    run = Run()
-    assert run.fault("link_flapping", slot=0, after=3600.0).action == "reattempt"
-    assert run.fault("link_flapping", slot=1, after=3600.0).action == "reattempt"
-    decision = run.fault("link_flapping", slot=2, after=3600.0)
-    assert decision.action == "isolate" and "flaps" in decision.reason
-    run.history.forget_node("n1")
-    assert run.fault("link_flapping", slot=3, after=3600.0).action == "reattempt"
-
-
 def test_a_node_that_flaps_is_left_for_its_own_faults_and_the_reason_says_in_what_time():
     run = Run()
     for slot in range(2):
-        run.fault("link_flapping", slot=slot, after=3600.0)
+        assert run.fault("link_flapping", slot=slot, after=3600.0).action == "reattempt"
     assert run.fault("application_error", slot=5, after=3600.0).event is Event.FAULT2
     decision = run.fault("link_flapping", slot=2, after=3600.0)
-    assert (decision.event, decision.wait_seconds) == (Event.FLAPPING, 0.0)
-    assert "3 times in 24 h" in decision.reason
+    assert (decision.event, decision.action, decision.wait_seconds) == (Event.FLAPPING, "isolate", 0.0)
+    assert "3 times in 24 h: it flaps" in decision.reason
     assert run.fault("application_error", slot=6, after=3600.0).event is Event.FAULT2, "no other node would cure it"
+    run.history.forget_node("n1")
+    assert run.fault("link_flapping", slot=3, after=3600.0).action == "reattempt"
 
 
 def test_what_other_jobs_say_of_a_node_moves_no_job_and_admins_see_it():
@@ -378,8 +354,7 @@ def test_other_jobs_do_not_explain_a_jobs_fault():
 
 
 def test_all_ranks_that_are_killed_at_once_start_again_in_place_however_often():
-    """Where their state is in memory."""
-    run = Run()
+    run = Run()  # of a job whose state is in memory
 
     def killed(slot: int, after: float) -> Decision:
         return run.fault("killed_from_outside", after, slot, f"n{slot}", uptime=90.0, job_nodes=3)
@@ -485,7 +460,7 @@ class CountedFault(Fault):
 
 
 def looks_at_the_last(cause: str, slots: int) -> int:
-    """How much the last of many ranks costs that fail at once, twice."""
+    """Return how often faults are looked at for the last of many ranks that fail at once, twice."""
     run = Run()
     run.kind = CountedFault
     for _ in range(2):

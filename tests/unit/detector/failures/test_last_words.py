@@ -170,32 +170,26 @@ def test_what_frames_name_is_no_reason_for_other_errors():
     assert cause(*lines) == "application_error"
 
 
+LINES = """Traceback (most recent call last):
+  File "a.py", line 1
+    x = 1
+ValueError: x
+frame #0: f()
+
+  | ExceptionGroup: x
+    +---------------- 1 ----------------
+what(): y
+terminate called
+Exception ignored in: x
+During handling of the above exception, another exception occurred:
+[rank0]: [rank1]: x
+3: 3: x
+\x1b[31m
+NCCL INFO""".split("\n")
+
+
 @settings(max_examples=cases(300), deadline=None)
-@given(
-    st.lists(
-        st.sampled_from(
-            [
-                "Traceback (most recent call last):",
-                '  File "a.py", line 1',
-                "    x = 1",
-                "ValueError: x",
-                "frame #0: f()",
-                "",
-                "  | ExceptionGroup: x",
-                "    +---------------- 1 ----------------",
-                "what(): y",
-                "terminate called",
-                "Exception ignored in: x",
-                "During handling of the above exception, another exception occurred:",
-                "[rank0]: [rank1]: x",
-                "3: 3: x",
-                "\x1b[31m",
-                "NCCL INFO",
-            ]
-        ),
-        max_size=30,
-    )
-)
+@given(st.lists(st.sampled_from(LINES), max_size=30))
 def test_any_order_of_lines_is_read(lines):
     said, _ = CLASSIFIER.last_words("\n".join(lines))
     assert isinstance(said, str)

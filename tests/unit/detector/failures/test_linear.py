@@ -19,29 +19,7 @@ from unicron_detector.failures.statements import LONGEST_LINE, LONGEST_TEXT, hea
 TABLE = default_table()
 TEXT_RULES = TABLE.of_kind("text")
 HARMLESS = "the quick brown fox jumps over lazy tensor 12 "
-MIXTURES = [
-    "a",
-    "A",
-    "0",
-    " ",
-    "/",
-    "_",
-    ".",
-    ":",
-    "-",
-    "(",
-    "[",
-    "'",
-    '"',
-    "^",
-    "~",
-    "a1_",
-    "a.",
-    "a::",
-    "/.so(",
-    "\t",
-    "é",
-]
+MIXTURES = [*"aA0 /_.:-([^~'\"\té", "a1_", "a.", "a::", "/.so("]
 RATIO = 50  # to a harmless text of the same length, of which most patterns see nothing at all
 
 
@@ -64,7 +42,7 @@ def own_words(pattern: str) -> list[str]:
 
 
 def pieces(pattern: str) -> Iterator[str]:
-    """What a pattern may begin with again and again, with and without spaces, with more of its words and without."""
+    """Yield texts with which a pattern may begin again and again, with and without spaces and more of its words."""
     words = own_words(pattern)
     for word in words:
         yield from (word, f"{word} ", f"{word}_", f"{word}: ", f"{word}1", f"{words[0]}{word}", f"{words[0]} {word} ")
@@ -78,7 +56,7 @@ def judged(text: str) -> object:
 
 
 def longest(line: str) -> str:
-    """As many lines as one judged statement has at most."""
+    """Return as many lines as one judged statement has at most."""
     return "\n".join(line for _ in range(MAX_TEXT // len(line)))
 
 

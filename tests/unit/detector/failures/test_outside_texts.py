@@ -1,4 +1,4 @@
-"""What other programs write, as they were seen to write it: docs/behaviour has the texts and the releases."""
+"""Texts of other programs, as they were seen to write them: docs/behaviour has the texts and the releases."""
 
 from __future__ import annotations
 

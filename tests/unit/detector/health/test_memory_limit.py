@@ -1,4 +1,4 @@
-"""What memory cgroups leave a process, from files as the kernel writes them."""
+"""The memory that cgroups leave a process, from files as the kernel writes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNLIMITED = 9223372036854771712  # as version 1 writes that there is no limit
 
 
 class Groups:
-    """Where cgroups are mounted, and /proc of a process in one of them."""
+    """A mount of cgroups, and /proc of a process in one of them."""
 
     def __init__(self, folder: Path, version: int):
         self.proc, self.root, self.first = folder / "proc", folder / "cgroup", version == 1
@@ -25,7 +25,7 @@ class Groups:
         (self.proc / "self" / "cgroup").write_text(cgroup.format(path=JOB))
 
     def write(self, path: str, limit: int | None, taken: int, inactive: int = 0, active: int = 0) -> Path:
-        """One group; path: below the mount."""
+        """Write the files of the group at this path below the mount."""
         folder = self.root / path.strip("/")
         folder.mkdir(parents=True, exist_ok=True)
         if self.first:

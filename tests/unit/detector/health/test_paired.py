@@ -11,10 +11,9 @@ from unicron_detector.health.pair_test import Outcome, first_round, judge, secon
 
 
 def test_runs(groups, bad, slow=()):
+    failed = Outcome(False)
     return {
-        group: Outcome(
-            not set(group) & set(bad), None if set(group) & set(bad) else (3.0 if set(group) & set(slow) else 1.0)
-        )
+        group: failed if set(group) & set(bad) else Outcome(True, 3.0 if set(group) & set(slow) else 1.0)
         for group in groups
     }
 
@@ -32,25 +31,23 @@ def play(nodes, bad, slow=()):
     return judge(first, second)
 
 
-def test_all_good():
-    found = play(["a", "b", "c", "d"], bad=[])
-    assert found.good == ("a", "b", "c", "d") and not found.bad and not found.unknown
-
-
-def test_the_bad_one_is_isolated_and_its_partner_cleared():
-    found = play(["a", "b", "c", "d"], bad=["b"])
-    assert list(found.bad) == ["b"] and "a" in found.good
-    assert "beside" in found.bad["b"]
+@pytest.mark.parametrize(
+    ("nodes", "broken", "bad", "good", "unknown"),
+    [
+        pytest.param("abcd", "", "", "abcd", "", id="all are good"),
+        pytest.param("abcd", "b", "b", "acd", "", id="the partner is cleared"),
+        pytest.param("ab", "b", "", "", "ab", id="two that fail together prove nothing"),
+    ],
+)
+def test_the_bad_one_is_isolated_if_there_is_proof(nodes, broken, bad, good, unknown):
+    found = play(list(nodes), bad=broken)
+    assert ("".join(found.bad), "".join(found.good), "".join(found.unknown)) == (bad, good, unknown)
+    assert all("beside" in reason for reason in found.bad.values())
 
 
 def test_an_odd_node_becomes_a_third():
     assert first_round(["a", "b", "c"]) == [("a", "b", "c")]
     assert first_round(["a"]) == []
-
-
-def test_two_nodes_that_fail_together_prove_nothing():
-    found = play(["a", "b"], bad=["b"])
-    assert not found.bad and sorted(found.unknown) == ["a", "b"]
 
 
 def test_without_a_good_pair_innocents_can_clear_each_other():

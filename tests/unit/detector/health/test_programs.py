@@ -11,7 +11,7 @@ import pytest
 
 from unicron_ctl.shared.settings.config import HealthConfig, problems
 from unicron_ctl.shared.settings.config_file import parse_sections
-from unicron_detector.health.checks import Settings, checks_of
+from unicron_detector.health.checks import CHECKS, Settings, checks_of
 from unicron_detector.health.programs import HealthProgram, check_program, judge
 from unicron_detector.health.runner import run
 
@@ -42,19 +42,10 @@ def test_a_plugin_of_nagios_is_judged_by_its_status_and_its_first_line(
     assert (found.verdict, found.reason) == (verdict, "disk sda: slow")
 
 
-@pytest.mark.parametrize(
-    ("status", "verdict"),
-    [
-        (0, "good"),
-        (1, "unknown"),
-        (2, "unknown"),
-        (4, "warning"),
-        (8, "bad"),
-        (64, "warning"),
-        (66, "unknown"),
-        (88, "bad"),
-    ],
-)
+SMARTCTL = {0: "good", 1: "unknown", 2: "unknown", 4: "warning", 8: "bad", 64: "warning", 66: "unknown", 88: "bad"}
+
+
+@pytest.mark.parametrize(("status", "verdict"), SMARTCTL.items())
 def test_the_status_of_smartctl_is_a_mask(tmp_path: Path, status: int, verdict: str) -> None:
     """smartctl 7.3 ends with 1 for a file that is no device, and with 2 for a device that is not there."""
     found = check_program("disk", program(tmp_path, f"echo smartctl 7.3; exit {status}", "smartctl"), 5.0)
@@ -91,9 +82,7 @@ def test_dcgm_says_it_in_its_table(tmp_path: Path, said: str, status: int, verdi
 
 
 def test_a_program_that_is_missing_is_one_clear_warning_and_never_bad(tmp_path: Path, snapshot) -> None:
-    settings = Settings(
-        skip=("gpu", "memory", "nic", "file_system", "shm", "clock", "kernel"), programs={"nhc": "/no/nhc"}
-    )
+    settings = Settings(skip=tuple(CHECKS), programs={"nhc": "/no/nhc"})
     report = run(settings, checks=checks_of(settings))
     assert report.verdict == "warning"
     assert report.reason == snapshot
@@ -119,8 +108,8 @@ def test_a_program_that_is_killed_or_prints_without_end_proves_nothing(tmp_path:
 def test_a_warning_hides_no_program_that_gave_no_answer(tmp_path: Path) -> None:
     """Defect: where another check warned, a program that hung at each run was never seen."""
     lines = {"warns": program(tmp_path, "echo slow; exit 1", "a"), "asks": program(tmp_path, "echo lost; exit 3", "b")}
-    settings = Settings(programs=lines, timeout=5.0)
-    found = run(settings, checks=checks_of(HealthConfig(programs=lines)), only=("warns", "asks"))
+    settings = Settings(programs=lines, timeout=5.0, skip=tuple(CHECKS))
+    found = run(settings, checks=checks_of(settings))
     assert (found.verdict, found.reason) == ("warning", "warns: slow; asks: lost")
 
 
@@ -145,7 +134,7 @@ def test_what_others_can_write_is_not_run(tmp_path: Path, mode: int) -> None:
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
 @pytest.mark.parametrize("which", ["its own", "one above", "of a link"])
 def test_what_others_can_put_into_its_place_is_not_run(tmp_path: Path, which: str, mode: int) -> None:
-    """Who may write any folder on the way to it, links included, exchanges it between the look and the start."""
+    """A user who may write any folder on the way to it, links included, could exchange it before the start."""
     folder = tmp_path / "site" / "checks"
     folder.mkdir(parents=True)
     links = tmp_path / "links"
@@ -206,8 +195,9 @@ def test_the_script_of_an_interpreter_is_looked_at_too(tmp_path: Path, front: st
     assert check_program("mine", f"{front} {path}", 5.0).verdict == "bad"
     path.chmod(0o664)
     assert f"others can write {path}:" in check_program("mine", f"{front} {path}", 5.0).reason
-    told = f"/bin/echo {path}"
-    assert check_program("mine", told, 5.0).verdict == "good", "an argument that nobody runs may be anybody's"
+    assert check_program("mine", f"/bin/echo {path}", 5.0).verdict == "good", (
+        "an argument that nobody runs may be anybody's"
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,10 +212,10 @@ def test_the_script_of_an_interpreter_is_looked_at_too(tmp_path: Path, front: st
 )
 def test_what_a_command_runs_besides_is_looked_at_too(tmp_path: Path, front: str) -> None:
     path = Path(program(tmp_path, "exit 0"))
-    told = front.format(path, relative=str(path)[1:])
-    assert check_program("mine", told, 5.0).verdict == "good"
+    command = front.format(path, relative=str(path)[1:])
+    assert check_program("mine", command, 5.0).verdict == "good"
     path.chmod(0o777)
-    assert f"others can write {path}:" in check_program("mine", told, 5.0).reason
+    assert f"others can write {path}:" in check_program("mine", command, 5.0).reason
 
 
 def test_a_path_of_links_without_end_is_one_line(tmp_path: Path) -> None:
@@ -245,13 +235,8 @@ def test_a_script_hears_its_own_name(tmp_path: Path) -> None:
 
 def test_statuses_can_be_named() -> None:
     one = HealthProgram(command="/x", bad=(7,), warning=(8,))
-    assert [judge(one, "x", status, ["said"]).verdict for status in (0, 7, 8, 1, 2)] == [
-        "good",
-        "bad",
-        "warning",
-        "unknown",
-        "unknown",
-    ]
+    verdicts = {status: judge(one, "x", status, ["a line"]).verdict for status in (0, 7, 8, 1, 2)}
+    assert verdicts == {0: "good", 7: "bad", 8: "warning", 1: "unknown", 2: "unknown"}
 
 
 def test_before_a_job_only_those_run_that_say_so() -> None:

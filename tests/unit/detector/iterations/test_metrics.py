@@ -12,11 +12,9 @@ from tests.support.depth import cases
 from unicron_detector.iterations.peer_metrics import (
     PeerWatch,
     Rates,
-    link_flaps,
     read_cpu,
     read_file_latency,
     read_gpus,
-    read_links,
     read_memory,
     read_nics,
     read_node,
@@ -44,22 +42,6 @@ def test_counters_of_the_network(tmp_path):
         "nic_drops": 6.0,
         "carrier_changes": 5.0,
     }
-
-
-def test_link_flaps_are_counter_rises(tmp_path):
-    net, infiniband = tmp_path / "net", tmp_path / "infiniband"
-    (net / "eth0").mkdir(parents=True)
-    (net / "lo").mkdir()
-    (infiniband / "mlx5_0" / "ports" / "1" / "counters").mkdir(parents=True)
-    (net / "eth0" / "carrier_changes").write_text("2\n")
-    (net / "lo" / "carrier_changes").write_text("0\n")
-    downed = infiniband / "mlx5_0" / "ports" / "1" / "counters" / "link_downed"
-    downed.write_text("7\n")
-    before = read_links(net, infiniband)
-    assert before == {"eth0": 2, "mlx5_0:1": 7}
-    downed.write_text("9\n")
-    assert link_flaps(before, read_links(net, infiniband)) == {"mlx5_0:1": 2}
-    assert link_flaps({}, before) == {}
 
 
 def test_memory_and_cpu(tmp_path):

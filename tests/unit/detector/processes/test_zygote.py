@@ -15,7 +15,7 @@ import pytest
 from unicron_detector.processes import zygote
 from unicron_detector.processes.zygote import (
     Files,
-    different,
+    first_difference,
     leading_imports,
     restore,
     watch_environment,
@@ -58,11 +58,11 @@ def test_a_constant_names_modules_that_the_script_imports_late():
 
 def test_what_was_read_must_be_what_the_rank_has():
     mine = {"HOME": "/h", "OMP_NUM_THREADS": "1"}
-    assert different({"HOME": "/h", "RANK": None}, mine, mine | {"OTHER": "x"}) is None
-    assert different({"RANK": None}, mine, mine | {"RANK": "0"}) == "RANK"
-    assert different({"HOME": "/h"}, mine, {"OMP_NUM_THREADS": "1"}) == "HOME"
-    assert different({}, mine, mine | {"OMP_NUM_THREADS": "2"}) == "OMP_NUM_THREADS", "C code has read it"
-    assert different({}, mine, mine | {"LD_PRELOAD": "x.so"}) == "LD_PRELOAD"
+    assert first_difference({"HOME": "/h", "RANK": None}, mine, mine | {"OTHER": "x"}) is None
+    assert first_difference({"RANK": None}, mine, mine | {"RANK": "0"}) == "RANK"
+    assert first_difference({"HOME": "/h"}, mine, {"OMP_NUM_THREADS": "1"}) == "HOME"
+    assert first_difference({}, mine, mine | {"OMP_NUM_THREADS": "2"}) == "OMP_NUM_THREADS", "C code has read it"
+    assert first_difference({}, mine, mine | {"LD_PRELOAD": "x.so"}) == "LD_PRELOAD"
 
 
 def test_reads_and_writes_are_told_apart(monkeypatch):

@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from unicron_transition.generations.unblock import Unblocker, tcp_sockets
+from unicron_detector.tcp_sockets import tcp_sockets
+from unicron_transition.generations.unblock import Unblocker
 
 
 class Connection:

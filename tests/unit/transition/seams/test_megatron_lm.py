@@ -158,7 +158,7 @@ def test_a_micro_batch_has_the_samples_that_megatron_gives_it(replicas):
 def test_ranks_without_a_dataset_have_nothing_to_fetch():
     assert data.Samples(None, 2)(48, 1) is None
     there = data.Samples([], 2)
-    assert data.one([data.Samples(None, 2), there]) is there, "of the virtual stages, the one that has them"
+    assert data.built_samples([data.Samples(None, 2), there]) is there, "of the virtual stages, the one that has them"
 
 
 @pytest.mark.parametrize(
@@ -256,11 +256,11 @@ def folders(save: Path | None, load: Path | None, interval: int = 2, needed: boo
     return arguments.Folders(save, load, interval, needed)
 
 
-def made_of(given: arguments.Folders) -> save_load.SavedAndLoaded | None:
+def made_of(given: arguments.Folders) -> save_load.LauncherCheckpoints | None:
     return save_load.checkpoints(given, lambda iteration: 12 * iteration)
 
 
-def iterations(found: save_load.SavedAndLoaded) -> list[int]:
+def iterations(found: save_load.LauncherCheckpoints) -> list[int]:
     return [each.iteration for each in found.choices()]
 
 

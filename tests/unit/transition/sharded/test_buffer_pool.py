@@ -243,7 +243,9 @@ def test_without_a_folder_nothing_is_written(monkeypatch, tmp_path):
     monkeypatch.setenv(image_format.FOLDER, str(tmp_path))
     assert image_format.memory_folder() == tmp_path
     store = BufferPool(None, 3, CPU)
-    assert keep(store, 1.0, key(3)).image is None and store.claim([3], 0, 1, usable) == []
+    room = keep(store, 1.0, key(3))
+    assert room.image is None and store.claim([3], 0, 1, usable) == []
+    assert not store.set_aside(room, 4) and not store.aside.is_open
 
 
 def test_a_shard_without_an_element_is_one_too(tmp_path, store):
@@ -318,11 +320,6 @@ def test_no_process_begins_with_what_is_set_aside_for_it_goes_when_its_file_is_m
     wait([room.aside])
     found = BufferPool(tmp_path, 3, CPU).claim([3], 0, 1, usable)
     assert [each.buffer.path.name for each in found] == ["shard-3.1.image"]
-
-
-def test_without_an_image_nothing_is_set_aside():
-    room = keep(store := BufferPool(None, 3, CPU), 4.0, key(3, 4))
-    assert not store.set_aside(room, 4) and not store.aside.is_open
 
 
 def test_the_memory_of_cuts_is_let_go_of_when_none_are_wanted_any_more(tmp_path, lines, cuts, store):
