@@ -32,10 +32,11 @@ BACK_SECONDS = 10.0  # for which slurmd must have answered; then the node is bac
 
 @dataclass(frozen=True)
 class Admission:
-    """Whether the node may come back now. verified: a check of its hardware says so."""
+    """The decision whether a node may come back now."""
 
     admit: bool
     verified: bool
+    """A check of its hardware says so."""
     reason: str
 
 
@@ -87,15 +88,14 @@ class Gate:
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """A node's health as an admission check or a paired test reports it. at: by the node's clock. drain: a bad node
-    should be drained."""
+    """A node's health as an admission check or a paired test reports it."""
 
     node: Annotated[str, Meta(min_length=1, max_length=256)]
     source: Literal["prolog", "interval", "pair-test"]
     verdict: Literal["good", "warning", "unknown", "bad"]
     reason: str = ""
-    at: Annotated[float, Meta(ge=0, lt=1e11)]
-    drain: bool = False
+    at: Annotated[float, Meta(ge=0, lt=1e11)]  # by the node's clock
+    drain: bool = False  # if bad, the node should be drained
 
     def __post_init__(self) -> None:
         self.reason = " ".join(self.reason.split())[:400]

@@ -43,9 +43,9 @@ ONLY_REPORTED = "only reported, for a difference alone harms nobody"
 
 @dataclass
 class Sample:
-    """The last metrics of one agent. Times on the controller's clock."""
+    """The last metrics of one agent."""
 
-    at: float
+    at: float  # by the controller's clock
     node: str
     host: str
     values: dict[str, float]
@@ -54,7 +54,7 @@ class Sample:
 
 @dataclass
 class Standing:
-    """A reported anomaly. quiet: rounds without it. over: when it ended."""
+    """A reported anomaly."""
 
     peer: str
     nodes: list[str]
@@ -62,16 +62,17 @@ class Standing:
     metric: str
     reason: str
     since: float
-    quiet: int = 0
-    over: float | None = None
+    quiet: int = 0  # rounds without it
+    over: float | None = None  # when it ended
 
 
 @dataclass
 class Group:
-    """Peers of one kind, nodes or ranks. usual: (peer, metric) -> its last differences from the median of all."""
+    """Peers of one kind, nodes or ranks."""
 
     watch: PeerWatch
     usual: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
+    """(peer, metric) -> its last differences from the median of all."""
 
     def judge_round(self, rows: Mapping[str, Mapping[str, float]], standing: Iterable[str]) -> list[Anomaly]:
         """Judge one round. rows: peer -> metric -> value."""
