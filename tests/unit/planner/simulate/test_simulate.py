@@ -18,10 +18,10 @@ from unicron_planner.simulate import load as load_trace
 from unicron_planner.simulate.cases import CASES, case
 from unicron_planner.simulate.causes import CAUSES, find
 from unicron_planner.simulate.clairvoyant import spans
+from unicron_planner.simulate.engine import split
 from unicron_planner.simulate.figure import draw, page
 from unicron_planner.simulate.generate import DAY, GENERATORS, llama3, rsc1, trace_a, trace_b, trace_of_counts, unicron
 from unicron_planner.simulate.policies import ITERATION, policy
-from unicron_planner.simulate.splits import split
 from unicron_planner.simulate.trace import TraceEvent, make, with_notice, write
 from unicron_planner.solver.solve import solve
 
