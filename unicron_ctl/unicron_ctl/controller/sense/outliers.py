@@ -286,9 +286,9 @@ def _over(
 
 def evidence(all_peers: Iterable[JobPeers], node: str, now: float) -> str:
     """Return, for a failure's reason, why its node was odd before; empty if it was not."""
-    said = []
+    reasons = []
     for peers in all_peers:
         for item in [*peers.standing, *peers.past]:
             if node and node in item.nodes and (item.over is None or now - item.over <= EVIDENCE_SECONDS):
-                said.append(f"{item.reason}, since {now - item.since:.0f} s")
-    return f"; before it stood out among its peers: {'; '.join(said[:3])}" if said else ""
+                reasons.append(f"{item.reason}, since {now - item.since:.0f} s")
+    return f"; before it stood out among its peers: {'; '.join(reasons[:3])}" if reasons else ""

@@ -173,10 +173,10 @@ def _check_element(view: View, job: JobView, clocks: ActionClocks, element: int,
     if clocks.elapsed_seconds(action, begun, waits, view) < most:
         return
     clocks.excused[action] = view.now
-    said = f"no agent came back within {most:g} s; see `squeue -j {state.label(element)}`"
-    found = _overdue(view, state, record.slots[0], said, RESTART)
+    evidence = f"no agent came back within {most:g} s; see `squeue -j {state.label(element)}`"
+    found = _overdue(view, state, record.slots[0], evidence, RESTART)
     out.findings.append(replace(found, element=element, node=record.node))
 
 
-def _overdue(view: View, job: JobState, slot: int, said: str, action: str) -> Finding:
-    return Finding(What.ACTION, job.job, (slot,), view.now, Source.CLOCK, said, by="time limit", action=action)
+def _overdue(view: View, job: JobState, slot: int, evidence: str, action: str) -> Finding:
+    return Finding(What.ACTION, job.job, (slot,), view.now, Source.CLOCK, evidence, by="time limit", action=action)
