@@ -46,6 +46,14 @@ def train(
     return first + iterations
 
 
+def trained_world(nodes: int = 3, iterations: int = 20, **settings: Any) -> World:
+    """A world without Slurm whose job has trained so many iterations."""
+    world = World(**{"hang_floor_seconds": 0.5, **settings})
+    world.start_job(nodes=nodes)
+    train(world, iterations)
+    return world
+
+
 def hang(world: World, who: list[int], where: str = "computing", others: str = "reducing") -> None:
     """The others go on into the collective; those who hang stay where they are."""
     for agent in world.agents:

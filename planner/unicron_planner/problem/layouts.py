@@ -15,7 +15,7 @@ import numpy as np
 
 from unicron_planner.problem import megatron_costs
 from unicron_planner.problem.megatron_costs import Gpt, Hardware, Parallel
-from unicron_planner.problem.throughput import MODEL_ERROR, NOISE, PRIOR, SPREAD, Throughput, ridge
+from unicron_planner.problem.throughput import MODEL_ERROR, NOISE, PRIOR, SPREAD, fit_flops, ridge
 
 NodeRates = Mapping[int, float]  # aggregate FLOP/s by node count
 
@@ -119,10 +119,7 @@ def _by_gpus(
         if len(seen) > len(best) or (seen and len(seen) == len(best) and max(seen.values()) > max(best.values())):
             best = seen
     if len(best) >= 2:
-        fitted = Throughput(flops_per_iteration=1.0)
-        for nodes, rate in best.items():
-            fitted.add(nodes, 1.0 / rate)
-        usual = fitted.flops(sizes)
+        usual = fit_flops(best, sizes)
     else:
         per_node = next((rate / nodes for nodes, rate in best.items()), known.per_node)
         usual = {nodes: per_node * nodes for nodes in sizes}

@@ -19,14 +19,14 @@ from unicron_planner.problem.objective import PlanError
 
 @dataclass(frozen=True)
 class Gpt:
-    """A GPT model and its batch: sizes in units of one; global_batch in sequences of seq_length tokens."""
+    """A GPT model and its batch."""
 
     layers: int
     hidden: int
     heads: int
-    seq_length: int = 2048
+    seq_length: int = 2048  # tokens
     vocab: int = 51200
-    global_batch: int = 512
+    global_batch: int = 512  # sequences
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "seq_length", "vocab", "global_batch"):

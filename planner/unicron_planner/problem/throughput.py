@@ -1,8 +1,8 @@
-"""T(t,x), the total FLOP/s that a job achieves on x nodes: measured where the job has run, modelled elsewhere.
+"""T(t,x), the total FLOP/s that a job achieves on x nodes: measured if the job has run there, else modelled.
 
-A model fills in the other sizes. Its few scale factors are fitted to the measured sizes by least squares around a
-prior, which also gives an uncertainty. More nodes can always be left idle, so a throughput that falls with size is
-noise. Isotonic regression (pool adjacent violators), weighted by certainty, removes it.
+The factors of the model are fitted to the measured sizes by least squares around a prior, which also gives an
+uncertainty. More nodes can always be left idle, so a throughput that falls with size is noise. Isotonic regression
+(pool adjacent violators), weighted by certainty, removes it.
 """
 
 from __future__ import annotations
@@ -10,31 +10,21 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from unicron_planner.problem import megatron_costs
-from unicron_planner.problem.megatron_costs import Gpt, Hardware, Parallel
-from unicron_planner.problem.objective import PlanError, number, whole
+from unicron_planner.problem.megatron_costs import Gpt, Hardware
+from unicron_planner.problem.objective import number
 
 MODEL_ERROR = 0.10  # expected relative error of the model at sizes without a measurement [our choice]
-MOST_SAMPLES = 64  # newest samples kept per size
+MEASURED_ERROR = 0.01  # relative standard error of a measured throughput [our choice]
 NOISE = 0.02  # lower bound on the relative error of a measured iteration time [our choice]
 # Factors of the cost model's compute, tensor-parallel traffic, network traffic and a constant, seconds [our choice]
 PRIOR, SPREAD = np.array([1.0, 1.0, 1.0, 0.0]), np.array([0.3, 0.5, 0.5, 0.05])
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """The throughput expected at one size."""
-
-    flops: float
-    """T in FLOP/s"""
-    sigma: float
-    """Its standard error, FLOP/s"""
-    measured: bool
-    """Whether the job has run at this size"""
+Estimate = tuple[float, float]  # FLOP/s, and their standard error
 
 
 def isotonic(values: Iterable[float], weights: Iterable[float]) -> list[float]:
@@ -72,112 +62,60 @@ def ridge(
     return np.maximum(factors, 0.0), covariance
 
 
-@dataclass
-class Throughput:
-    """The throughput of one job.
+def fit_flops(measured: Mapping[int, float], sizes: Iterable[int]) -> dict[int, float]:
+    """FLOP/s by number of nodes: as measured, and t(x) = a + b / x elsewhere.
 
-    Without `model`, sizes at which the job has not run follow t(x) = a + b / x.
+    Parameters
+    ----------
+    measured : FLOP/s by number of nodes, above 0; at least one.
+    sizes : The numbers of nodes in question, ascending.
     """
-
-    flops_per_iteration: float = 0.0
-    """Work of one optimizer step; `model` overrides it"""
-    model: Gpt | None = None
-    """The model, if Megatron's cost model covers the job"""
-    hardware: Hardware = field(default_factory=Hardware)
-    samples: dict[int, list[float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.model is not None:
-            self.flops_per_iteration = self.model.flops_per_iteration
-        number(self.flops_per_iteration, "flops_per_iteration", positive=True)
-
-    def add(self, nodes: int, seconds: float) -> None:
-        """Records that a healthy iteration took `seconds` on `nodes` nodes. Raises PlanError for impossible values."""
-        whole(nodes, "nodes", least=1)
-        number(seconds, "seconds", positive=True)
-        kept = self.samples.setdefault(nodes, [])
-        kept.append(float(seconds))
-        del kept[:-MOST_SAMPLES]
-
-    def medians(self) -> dict[int, tuple[float, float]]:
-        """(median seconds, standard error) by size. The error is at least 1 % of the median."""
-        out = {}
-        for nodes, seconds in self.samples.items():
-            middle = statistics.median(seconds)
-            spread = 1.4826 * statistics.median(abs(value - middle) for value in seconds)
-            out[nodes] = (middle, max(1.2533 * spread / math.sqrt(len(seconds)), 0.01 * middle))
-        return out
-
-    def table(self, sizes: Iterable[int]) -> dict[int, Estimate]:
-        """An Estimate for each size at which the job can run. The throughput never falls with size."""
-        sizes = sorted(set(sizes))
-        seen = self.medians()
-        factors, covariance = self._fit(seen)
-        raw: dict[int, Estimate] = {}
-        for nodes in sizes:
-            if nodes in seen:
-                seconds, error = seen[nodes]
-            elif (best := self._best(nodes, factors)) is not None:
-                seconds = float(best @ factors)
-                error = math.sqrt(float(best @ covariance @ best) + (MODEL_ERROR * seconds / 2) ** 2)
-            else:
-                continue
-            rate = self.flops_per_iteration / seconds
-            raw[nodes] = Estimate(rate, rate * error / seconds, nodes in seen)
-        return _make_monotone(raw)
-
-    def flops(self, sizes: Iterable[int]) -> dict[int, float]:
-        """The FLOP/s by size, in the form of `Job.flops`."""
-        return {nodes: estimate.flops for nodes, estimate in self.table(sizes).items()}
-
-    def _features(self, nodes: int, split: Parallel | None) -> np.ndarray:
-        if self.model is None or split is None:
-            return np.array([1.0, 1.0 / nodes])
-        return np.array([*megatron_costs.parts(self.model, self.hardware, split), 1.0])
-
-    def _best(self, nodes: int, factors: np.ndarray) -> np.ndarray | None:
-        """The features of the fastest split; None if no split fits into memory."""
-        if self.model is None:
-            return self._features(nodes, None)
-        splits = megatron_costs.ways(self.model, self.hardware, nodes)
-        return min(
-            (self._features(nodes, split) for split in splits), key=lambda row: float(row @ factors), default=None
-        )
-
-    def _fit(self, seen: Mapping[int, tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-        """The fitted factors and their covariance."""
-        if self.model is None:
-            return self._fit_scaling(seen)
-        factors, covariance = PRIOR, np.diag(SPREAD**2)
-        for _ in range(3):  # the best split depends on the factors, and the factors on the splits
-            fitting = ((self._best(nodes, factors), value) for nodes, value in sorted(seen.items()))
-            pairs = [(best, value) for best, value in fitting if best is not None]
-            if not pairs:
-                break
-            features = np.array([best for best, _ in pairs])
-            seconds = np.array([value[0] for _, value in pairs])
-            noise = np.hypot([value[1] for _, value in pairs], NOISE * seconds)
-            factors, covariance = ridge(features, seconds, PRIOR, SPREAD, noise)
-        return factors, covariance
-
-    def _fit_scaling(self, seen: Mapping[int, tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-        """Fits t(x) = a + b / x. The prior is that 5 % of one node's time does not scale [our choice]."""
-        if not seen:
-            raise PlanError("nothing has been measured and the model is unknown: no throughput can be given")
-        work = statistics.median(seconds * nodes for nodes, (seconds, _) in seen.items())
-        prior, spread = np.array([0.05 * work, 0.95 * work]), np.array([0.1 * work, 0.5 * work])
-        features = np.array([[1.0, 1.0 / nodes] for nodes in sorted(seen)])
-        seconds = np.array([seen[nodes][0] for nodes in sorted(seen)])
-        noise = np.hypot([seen[nodes][1] for nodes in sorted(seen)], NOISE * seconds)
-        return ridge(features, seconds, prior, spread, noise)
+    seconds = {nodes: number(1.0 / rate, "seconds", positive=True) for nodes, rate in sorted(measured.items())}
+    factors, covariance = _fit_scaling(seconds)
+    estimates = {}
+    for nodes in sizes:
+        if nodes in seconds:
+            estimates[nodes] = 1.0 / seconds[nodes], MEASURED_ERROR / seconds[nodes]
+        else:
+            estimates[nodes] = _estimate(np.array([1.0, 1.0 / nodes]), factors, covariance, 1.0)
+    return _make_monotone(estimates)
 
 
-def _make_monotone(raw: dict[int, Estimate]) -> dict[int, Estimate]:
-    """The estimates, corrected so that the throughput never falls with size."""
-    weights = [1.0 / max(estimate.sigma, 1e-9 * estimate.flops, 1e-300) ** 2 for estimate in raw.values()]
+def model_flops(model: Gpt, hardware: Hardware, sizes: Iterable[int]) -> dict[int, float]:
+    """FLOP/s by number of nodes, by Megatron's cost model with the fastest split.
+
+    Sizes at which no split fits into memory are left out.
+    """
+    estimates = {}
+    for nodes in sizes:
+        splits = megatron_costs.ways(model, hardware, nodes)
+        features = [np.array([*megatron_costs.parts(model, hardware, split), 1.0]) for split in splits]
+        if features:
+            best = min(features, key=lambda row: float(row @ PRIOR))
+            estimates[nodes] = _estimate(best, PRIOR, np.diag(SPREAD**2), model.flops_per_iteration)
+    return _make_monotone(estimates)
+
+
+def _estimate(features: np.ndarray, factors: np.ndarray, covariance: np.ndarray, work: float) -> Estimate:
+    """The estimate at a size without a measurement. work: FLOP of an iteration."""
+    seconds = float(features @ factors)
+    error = math.sqrt(float(features @ covariance @ features) + (MODEL_ERROR * seconds / 2) ** 2)
+    return work / seconds, work / seconds * error / seconds
+
+
+def _fit_scaling(measured: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Fits t(x) = a + b / x to seconds by number of nodes. The prior is that 5 % of one node's time does not scale [our
+    choice]."""
+    work = statistics.median(seconds * nodes for nodes, seconds in measured.items())
+    prior, spread = np.array([0.05 * work, 0.95 * work]), np.array([0.1 * work, 0.5 * work])
+    features = np.array([[1.0, 1.0 / nodes] for nodes in measured])
+    seconds = np.array(list(measured.values()))
+    return ridge(features, seconds, prior, spread, math.hypot(MEASURED_ERROR, NOISE) * seconds)
+
+
+def _make_monotone(estimates: dict[int, Estimate]) -> dict[int, float]:
+    """The FLOP/s, corrected so that they never fall with size."""
+    weights = [1.0 / max(sigma, 1e-9 * rate, 1e-300) ** 2 for rate, sigma in estimates.values()]
     largest = max(weights, default=1.0)
-    rates = isotonic([estimate.flops for estimate in raw.values()], [weight / largest for weight in weights])
-    return {
-        nodes: Estimate(rate, estimate.sigma, estimate.measured)
-        for (nodes, estimate), rate in zip(raw.items(), rates, strict=True)
-    }
+    rates = isotonic([rate for rate, _ in estimates.values()], [weight / largest for weight in weights])
+    return dict(zip(estimates, rates, strict=True))

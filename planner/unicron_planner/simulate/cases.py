@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from unicron_planner.problem.megatron_costs import A800, Gpt
 from unicron_planner.problem.objective import Job, Scenario
-from unicron_planner.problem.throughput import Throughput
+from unicron_planner.problem.throughput import model_flops
 
 MODELS = {
     "1.3b": Gpt(24, 2048, 16, global_batch=512),
@@ -33,7 +33,7 @@ TRANSITION_SECONDS = 60.0  # our target for one transition of a model of these s
 
 @lru_cache(maxsize=16)
 def _flops(model: str, nodes: int) -> dict[int, float]:
-    return Throughput(model=MODELS[model], hardware=A800).flops(range(1, nodes + 1))
+    return model_flops(MODELS[model], A800, range(1, nodes + 1))
 
 
 def case(number: int = CASE, nodes: int = NODES, all_run: bool = False) -> Scenario:

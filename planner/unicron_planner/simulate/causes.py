@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cause:
-    """severity 1, 2 or 3; method: node_health, process, exception or statistical (docs/design/paper.md, section 3)."""
+    """A cause of failures (docs/design/paper.md, section 3)."""
 
     name: str
-    severity: int
-    method: str
+    severity: int  # 1, 2 or 3
+    method: str  # node_health, process, exception or statistical
 
 
 _TABLE = {

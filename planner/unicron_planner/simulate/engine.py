@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,6 @@ from unicron_planner.ahead.expected import solve_expected
 from unicron_planner.problem.objective import Job, PlanError, Scenario
 from unicron_planner.simulate.causes import HARMLESS
 from unicron_planner.simulate.policies import ITERATION, Policy, detection_seconds
-from unicron_planner.simulate.splits import split
 from unicron_planner.simulate.trace import Trace, TraceEvent
 from unicron_planner.solver.solve import solve
 
@@ -445,21 +445,13 @@ class Redistributing(Placement):
         run.plans += 1
         lost = hit | {job.spec.name for job in run.jobs if run.is_short(job)}
         plan = self._plan(run, lost)
-        changed = [job for job in run.jobs if plan[job.spec.name] != job.size or job.spec.name in lost]
-        seconds = {
-            job.spec.name: run.planned_seconds(job, plan[job.spec.name], job.spec.name in lost) for job in changed
-        }
-        shrinking_first = sorted(changed, key=lambda job: plan[job.spec.name] - len(job.nodes))
+        shrinking_first = sorted(run.jobs, key=lambda job: plan[job.spec.name] - len(job.nodes))
         for job in shrinking_first:
-            size = plan[job.spec.name]
-            run.adjust_nodes(job, size)
-            if job.spec.name in lost:
+            size, has_lost = plan[job.spec.name], job.spec.name in lost
+            if has_lost:
                 job.worst = NO_FAILURE
-            job.size, job.level = size, run.throughput(job, size)
-            if size == 0:
-                run.enter_phase(job, IDLE, 0.0, None)
-            else:
-                run.enter_phase(job, TRANSITION, seconds[job.spec.name], run.recompute)
+            if size != job.size or has_lost:
+                run.resize(job, size, has_lost)
 
     def _plan(self, run: Simulation, lost: set[str]) -> dict[str, int]:
         jobs = tuple(replace(job.spec, nodes=job.size, lost_worker=job.spec.name in lost) for job in run.jobs)
@@ -471,6 +463,34 @@ class Redistributing(Placement):
             found = solve_expected(scenario) if self.ahead else solve(scenario)
             self._plans[key] = found.assignment
         return self._plans[key]
+
+
+# ---------------------------------------------------------------- naive splits, for comparison
+def model_size(job: Job) -> float:
+    """Billions of parameters if the job's name contains them ("gpt-13b"), else its minimum size."""
+    match = re.search(r"(\d+(?:\.\d+)?)\s*b(?![a-z0-9])", job.name.lower())
+    return float(match[1]) if match and float(match[1]) > 0 else float(max(job.min_nodes, 1))
+
+
+SHARES = {"equally": lambda job: 1.0, "by_weight": lambda job: job.weight, "by_size": model_size}
+
+
+def split(scenario: Scenario, how: str) -> dict[str, int]:
+    """Nodes by job in proportion to its share, each rounded down to a size that it can run. The rest raises the jobs to
+    their next size, those furthest below their share first. Throughput and present nodes do not matter."""
+    if how not in SHARES:
+        raise PlanError(f"unknown split {how!r}: use {', '.join(SHARES)}")
+    shares = {job.name: SHARES[how](job) for job in scenario.jobs}
+    total = sum(shares.values())
+    wanted = {name: scenario.nodes * share / total if total else 0.0 for name, share in shares.items()}
+    out = {job.name: job.options(int(wanted[job.name] + 1e-9))[-1] for job in scenario.jobs}
+    left = scenario.nodes - sum(out.values())
+    for job in sorted(scenario.jobs, key=lambda job: (out[job.name] - wanted[job.name], job.name)):
+        higher = [size for size in job.options(out[job.name] + left) if size > out[job.name]]
+        if higher and (wanted[job.name] > out[job.name]):
+            left -= higher[0] - out[job.name]
+            out[job.name] = higher[0]
+    return out
 
 
 def _placement_of(policy: Policy) -> Placement:

@@ -45,7 +45,7 @@ MOST_LINES = 1000  # of one record: each but the last ends within the job's name
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a job. Times in seconds; end: infinite while it lasts. cluster: empty where the file has none."""
+    """One run of a job. Times are seconds since the epoch."""
 
     job: str
     user: str
@@ -54,9 +54,9 @@ class Run:
     exit_code: str
     submit: float
     start: float
-    end: float
+    end: float  # infinite while it lasts
     nodes: int
-    cluster: str = ""
+    cluster: str = ""  # empty if the file has none
 
     @property
     def whose(self) -> tuple[str, str]:

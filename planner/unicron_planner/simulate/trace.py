@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -77,22 +77,27 @@ def load(path: str | Path, until: float | None = None) -> Trace:
     if not lines:
         raise PlanError(f"{path} is empty: a trace starts with the header {','.join(HEADER)}")
     first = [field.strip().lower() for field in lines[0][1]]
-    if formats.is_counts(first):
+    if first == HEADER:
+        events = _infer([_own(path, number, row) for number, row in lines[1:]])
+    elif formats.is_counts(first):
         return _make_trace(formats.from_counts(path, lines), until, path)
-    if first != HEADER and not _is_churn(first) and formats.is_start_stop(first):
+    elif len(first) == 3 and first[1] in ("add", "remove"):
+        events = [_churn(path, number, row) for number, row in lines]
+    elif formats.is_start_stop(first):
         return _make_trace(formats.from_csv(path, lines), until, path)
-    if first != HEADER and (found := formats.other_separator(next(filter(str.strip, text.split("\n"))), ",|")):
-        raise PlanError(f"{path}: there are {found} between its fields: write commas, and decimals with a point")
-    return make(_from_zero(_events(path, lines, first)), until, Path(path).stem)
+    elif separator := formats.other_separator(next(filter(str.strip, text.split("\n"))), ",|"):
+        raise PlanError(f"{path}: there are {separator} between its fields: write commas, and decimals with a point")
+    else:
+        raise PlanError(
+            f"{path}: the first line must be the header {','.join(HEADER)}, a header with node, start and stop, or be "
+            "ms,add|remove,node or date, time, nodes"
+        )
+    return make(_from_zero(events), until, Path(path).stem)
 
 
 def _make_trace(outages: formats.FileOutages, until: float | None, path: str | Path) -> Trace:
     trace = make(_from_zero(_nodes_away(outages.rows)), until, Path(path).stem)
     return replace(trace, notes=outages.notes)
-
-
-def _is_churn(first: Sequence[str]) -> bool:
-    return len(first) == 3 and first[1] in ("add", "remove")
 
 
 def _text(path: str | Path) -> str:
@@ -102,18 +107,6 @@ def _text(path: str | Path) -> str:
         raise PlanError(f"can't read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise PlanError(f"{path} is not a text file") from None
-
-
-def _events(path: str | Path, lines: Sequence[tuple[int, list[str]]], first: Sequence[str]) -> list[TraceEvent]:
-    """The events of our CSV or of a churn trace, depending on the first line."""
-    if list(first) == HEADER:
-        return _infer([_own(path, number, row) for number, row in lines[1:]])
-    if _is_churn(first):
-        return [_churn(path, number, row) for number, row in lines]
-    raise PlanError(
-        f"{path}: the first line must be the header {','.join(HEADER)}, a header with node, start and stop, or be "
-        "ms,add|remove,node or date, time, nodes"
-    )
 
 
 def _from_zero(events: list[TraceEvent]) -> list[TraceEvent]:

@@ -100,6 +100,7 @@ def test_a_throughput_has_a_rate_at_some_size_and_none_at_no_nodes():
         ({"spares": [5]}, "spares must be a table"),
         ({"spares": {1: 0.5}, "flops": {1: 1.0}}, "spares must be 2 or more"),
         ({"spares": {2: 0.5}, "flops": {1: 1.0}}, ""),
+        ({"spares": {5: -1.0}}, "spares at 5 nodes must be 0 or more"),
         ({"spares": {3: 0.5}}, "must begin above the largest node count"),
         ({"spares": {3: 0.5}, "flops": {4: 1.0}}, "must begin above the largest node count"),
         ({"spares": {3: 0.5}, "flops": {3: 1.0}}, "must begin above the largest node count"),
@@ -129,6 +130,7 @@ def test_spares_work_as_the_nodes_below_them_and_what_they_save_counts_where_the
     one = job(flops={1: 1.0, 2: 2.0}, spares={4: 0.5, 3: 0.25}, weight=2.0, max_nodes=3)
     assert dict(one.flops) == {1: 1.0, 2: 2.0, 3: 2.0, 4: 2.0} and one.working == 2
     assert [one.spare_gain(nodes) for nodes in (0, 2, 3, 4, 7)] == [0.0, 0.0, 0.5, 0.0, 0.0]
+    assert one.f(3) == one.f(2) == 4.0, "those who train count"
     again = job(flops=one.flops, spares=one.spares)
     assert dict(again.flops) == dict(one.flops)
     split = job(flops={}, layouts={"TP1": {1: 1.0}, "TP2": {1: 2.0}}, spares={2: 0.5})

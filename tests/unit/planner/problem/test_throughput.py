@@ -1,9 +1,8 @@
-"""T(t,x): formulas, calibration, uncertainty and monotone repair."""
+"""T(t,x): the formulas of the cost model, the fit to measured sizes, and the repair of noise."""
 
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 from hypothesis import given
@@ -11,8 +10,7 @@ from hypothesis import strategies as st
 
 from unicron_planner.problem import megatron_costs
 from unicron_planner.problem.megatron_costs import A100, Gpt, Hardware, Parallel
-from unicron_planner.problem.objective import PlanError
-from unicron_planner.problem.throughput import Throughput, isotonic
+from unicron_planner.problem.throughput import fit_flops, isotonic, model_flops
 
 GPT_7B = Gpt(layers=32, hidden=4096, heads=32, global_batch=512)
 GPT_175B = Gpt(layers=96, hidden=12288, heads=96, global_batch=1536)
@@ -51,51 +49,18 @@ def test_memory_limits_what_runs():
 def test_reproduces_published_throughput_roughly():
     """138 TFLOP/s per GPU for 175B-class training on 1,024 A100 with batch 1,536 (Megatron-LM's read-me), within 20
     %."""
-    table = Throughput(model=GPT_175B, hardware=A100).table([128])
-    assert table[128].flops / 1024 / 1e12 == pytest.approx(138, rel=0.2)
+    rates = model_flops(GPT_175B, A100, [1, 128])
+    assert list(rates) == [128] and rates[128] / 1024 / 1e12 == pytest.approx(138, rel=0.2)
 
 
-def test_measured_sizes_are_taken_and_calibrate_the_others():
-    """A cluster at 60 % of the model's speed: after two sizes are seen, a third is predicted within 5 %."""
-    truth = Throughput(model=GPT_7B, hardware=Hardware(efficiency=0.55 * 0.6, nvlink=120e9, network=12e9))
-    want = truth.flops(range(1, 17))
-    draw = random.Random(1)
-    ours = Throughput(model=GPT_7B)
-    before = ours.table([12])[12]
-    for nodes in (4, 8):
-        for _ in range(20):
-            ours.add(nodes, GPT_7B.flops_per_iteration / want[nodes] * draw.gauss(1.0, 0.01))
-    after = ours.table(range(1, 17))
-    assert after[8].measured and not after[12].measured
-    assert after[8].flops == pytest.approx(want[8], rel=0.02)
-    assert after[12].flops == pytest.approx(want[12], rel=0.05)
-    assert abs(before.flops / want[12] - 1) > 0.2
-    assert after[12].sigma / after[12].flops < before.sigma / before.flops
-    assert after[8].sigma / after[8].flops < after[12].sigma / after[12].flops
-
-
-def test_an_unknown_model_scales_from_what_was_seen():
-    job = Throughput(flops_per_iteration=1e15)
-    with pytest.raises(PlanError, match="nothing has been measured"):
-        job.flops([1])
-    for nodes in (2, 4):
-        job.add(nodes, 1.0 + 8.0 / nodes)  # t = 1 + 8/x
-    assert job.flops([8])[8] == pytest.approx(1e15 / 2.0, rel=0.03)
+def test_sizes_that_were_not_measured_scale_from_those_that_were():
+    rates = fit_flops({nodes: 1e15 / (1.0 + 8.0 / nodes) for nodes in (2, 4)}, [2, 8])  # t = 1 + 8/x
+    assert rates == {2: pytest.approx(2e14), 8: pytest.approx(1e15 / 2.0, rel=0.03)}
 
 
 def test_noise_that_inverts_is_repaired():
-    job = Throughput(flops_per_iteration=1e15)
-    for nodes, seconds in ((1, 4.0), (2, 2.0), (3, 2.1), (4, 1.0)):
-        job.add(nodes, seconds)
-    rates = list(job.flops([1, 2, 3, 4]).values())
+    rates = list(fit_flops({1: 1 / 4.0, 2: 1 / 2.0, 3: 1 / 2.1, 4: 1.0}, [1, 2, 3, 4]).values())
     assert rates == sorted(rates) and rates[1] == rates[2]
-
-
-def test_outliers_do_not_move_the_median():
-    job = Throughput(flops_per_iteration=1e15)
-    for seconds in [1.0] * 30 + [100.0] * 5:
-        job.add(2, seconds)
-    assert job.flops([2])[2] == pytest.approx(1e15)
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 10)), min_size=1, max_size=7))
@@ -124,16 +89,3 @@ def _means(values, weights, cuts):
             out += [sum(v * w for v, w in pairs) / sum(w for _, w in pairs)] * (end - start)
             start = end
     return out if all(a <= b + 1e-9 for a, b in itertools.pairwise(out)) else None
-
-
-@pytest.mark.parametrize("nodes, seconds", [(0, 1.0), (1, 0.0), (1, -1.0), (1, float("nan")), (1.5, 1.0)])
-def test_nonsense_measurements_are_refused(nodes, seconds):
-    with pytest.raises(PlanError):
-        Throughput(flops_per_iteration=1.0).add(nodes, seconds)
-
-
-def test_only_the_newest_samples_count():
-    job = Throughput(flops_per_iteration=1e15)
-    for seconds in [9.0] * 100 + [1.0] * 64:
-        job.add(1, seconds)
-    assert job.flops([1])[1] == pytest.approx(1e15)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unicron_planner.problem.objective import Job, PlanError, Scenario
+from unicron_planner.problem.objective import Job, Scenario
 from unicron_planner.problem.scenario import from_dict
 from unicron_planner.solver.solve import solve
 from unicron_planner.solver.spares import worth
@@ -100,26 +100,8 @@ def test_after_a_loss_the_spare_is_what_is_missing(snapshot):
     assert with_more.assignment == {"a": 4} and "1 of them waits" in with_more.reasons["a"]
 
 
-def test_the_waf_counts_who_trains():
-    job = Job("a", linear(3), spares={4: 1e14})
-    assert job.f(4) == job.f(3) == 3e15 and job.spare_gain(4) == 1e14 and job.spare_gain(3) == 0.0
-
-
 def test_a_scenario_with_spares_comes_back_from_its_file():
     scenario = Scenario(5, (Job("a", linear(3), nodes=3, spares={4: 1e14, 5: 1.5e14}),), MTBF, 5.0)
     cluster = {"nodes": 5, "mtbf_node_hours": MTBF, "transition_seconds": 5.0}
     job = {"name": "a", "nodes": 3, "flops": {str(size): rate for size, rate in linear(3).items()}}
     assert from_dict({"cluster": cluster, "job": [{**job, "spares": {"4": 1e14, "5": 1.5e14}}]}) == scenario
-
-
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"spares": {2: 1.0}}, "spares must begin above the largest node count"),
-        ({"spares": {4: -1.0}}, "spares at 4 nodes must be 0 or more"),
-        ({"spares": [4]}, "spares must be a table"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(changes, word):
-    with pytest.raises(PlanError, match=word):
-        Job(**{"name": "a", "flops": linear(3)} | changes)

@@ -134,14 +134,14 @@ def _limit(whose: str, done: str, count: int, seconds: float, most: int, name: s
 
 def within_limits(view: View, actions: Collection[Action], out: Outcome) -> list[Action]:
     """Return the actions that no limit forbids. If an element may not leave its node, nothing is started there."""
-    bounds, found, said = Bounds(view), [], set()
+    bounds, found, kinds = Bounds(view), [], set()
     kept: set[str] = set()
     for action in actions:
         why = bounds.refuse(action)
         if why:
             kept.update(action.nodes)
-            if (which := (action.job, action.action)) not in said:
-                said.add(which)
+            if (which := (action.job, action.action)) not in kinds:
+                kinds.add(which)
                 record_withheld(view, action, why, out)
         else:
             found.append(action)
@@ -151,8 +151,8 @@ def within_limits(view: View, actions: Collection[Action], out: Outcome) -> list
 def record_withheld(view: View, action: Action, why: str, out: Outcome) -> None:
     """Record, once a minute, that the action is not requested of Slurm."""
     known, which = view.state.withheld_takes.get(f"{action.action} {action.job}"), (action.job, action.action)
-    said = any(isinstance(r, records.TakeWithheld) and (job, r.action) == which for job, _, r in out.records)
-    if said or (known is not None and view.now - known.at < MINUTE):
+    again = any(isinstance(r, records.TakeWithheld) and (job, r.action) == which for job, _, r in out.records)
+    if again or (known is not None and view.now - known.at < MINUTE):
         return
     job = view.state.jobs.get(action.job)
     reason = f"{action.label} is not done: {why}; raise the limit if that is usual here"

@@ -82,17 +82,17 @@ def leave_node(
     if why:
         stays = f"{agent.node} of job {job.job} is not left" if allocated else f"{here} stays on {agent.node}"
         out.record(job, records.FailureAction(failure=failure, text=f"{stays}: {why}"))
-        said = f"job {job.job} stays on {agent.node} although {reason}: {why}"
-        out.record(job, records.IsolationWithheld(node=agent.node, slots=list(slots), reason=said))
+        words = f"job {job.job} stays on {agent.node} although {reason}: {why}"
+        out.record(job, records.IsolationWithheld(node=agent.node, slots=list(slots), reason=words))
         return False
-    said = one_line(f"job {job.job} {'goes on without' if allocated else 'leaves'} {agent.node}: {reason}")[:400]
+    words = one_line(f"job {job.job} {'goes on without' if allocated else 'leaves'} {agent.node}: {reason}")[:400]
     text = f"move {here} off {agent.node}" + (
         f"; the node is a suspect, `{readmission.pair_test_command(agent.node)}` tests it" if suspect else ""
     )
     text = f"the job goes on without {agent.node}" if allocated else text
     out.record(job, records.FailureAction(failure=failure, text=text))
     avoided = records.NodeAvoided(
-        element=agent.element, node=agent.node, agent=agent.agent, suspect=suspect, reason=said
+        element=agent.element, node=agent.node, agent=agent.agent, suspect=suspect, reason=words
     )
     out.record(job, avoided)
     if not allocated:
@@ -137,8 +137,8 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
     if doubt := view.suspicions.doubt or view.suspicions.unsure:
         info = view.shown_node(job, element)
         if info is not None and not info.asleep:
-            said = f"{node} is not taken out of service now: {doubt}"
-            out.record(job, records.TakeDeferred(node=node, element=element, failure=failure, text=text, reason=said))
+            reason = f"{node} is not taken out of service now: {doubt}"
+            out.record(job, records.TakeDeferred(node=node, element=element, failure=failure, text=text, reason=reason))
             return
     others = _others(view, node, (job.job, element))
     shared = f"other jobs run there ({', '.join(others[:8])}{', ...' if len(others) > 8 else ''})" if others else ""
@@ -158,8 +158,8 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
         return
     if many := _too_many(view, node, state, out):
         out.record(job, records.FailureAction(failure=failure, text=f"{node} is not {not_done}: {many}"))
-        said = f"{node} stays in service although it is dead: {many}"
-        out.record(job, records.IsolationWithheld(node=node, slots=[], reason=said))
+        reason = f"{node} stays in service although it is dead: {many}"
+        out.record(job, records.IsolationWithheld(node=node, slots=[], reason=reason))
         out.record(
             job, records.NodeAvoided(element=element, node=node, suspect=True, reason=f"{node} was lost: {text}")
         )
@@ -200,8 +200,8 @@ def take_deferred(view: View) -> Outcome:
         job = view.state.jobs.get(name)
         agent = job.agents.get(element) if job is not None and not job.over else None
         lost = agent is not None and agent.node == node and agent.lost
-        said = f"{node} is {'still silent' if lost else 'not lost any more'}, and silence is to be believed again"
-        record = records.TakeDeferred(node=node, element=element, over=True, reason=said)
+        reason = f"{node} is {'still silent' if lost else 'not lost any more'}, and silence is to be believed again"
+        record = records.TakeDeferred(node=node, element=element, over=True, reason=reason)
         out.records.append((name, job.generation if job is not None else 0, record))
         if lost and job is not None and node not in taken:
             taken.add(node)
@@ -241,8 +241,8 @@ def _drain(view: View, node: str, text: str, out: Outcome) -> None:
     if why := _too_many(view, node, "DRAIN", out):
         known = view.state.withheld.get(node)
         if known is None or view.now - known.at >= view.config.isolation_window_seconds:
-            said = f"{node} is not drained although {text}: {why}"
-            out.record(None, records.IsolationWithheld(node=node, slots=[], reason=said))
+            reason = f"{node} is not drained although {text}: {why}"
+            out.record(None, records.IsolationWithheld(node=node, slots=[], reason=reason))
         return
     out.record(None, records.NodeIsolated(node=node, reason=f"{node} is taken out of service: {text}"))
     out.requests.append(Run((action,), urgent=True))
@@ -297,8 +297,8 @@ def gone_down(view: View, out: Outcome) -> None:
         known, info = view.state.node(name), view.slurm.node(name)
         out_of_it = info is not None and info.states & TAKEN_OUT and not _only_drained(known, info)
         if info is not None and out_of_it and (known.going_down or known.refused):
-            said = f"{name} is out of service ({info.reason or 'no reason given'})"
-            out.record(None, records.SlurmDone(action=_action(known.drained), node=name, reason=said))
+            reason = f"{name} is out of service ({info.reason or 'no reason given'})"
+            out.record(None, records.SlurmDone(action=_action(known.drained), node=name, reason=reason))
 
 
 def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out: Outcome) -> list[Action]:
@@ -315,8 +315,8 @@ def down_again(view: View, under_way: Collection[tuple[str, str, int, str]], out
             drain = known.drained or bool(_others(view, name))  # since it was asked for they may have begun there
             action = Action(_action(drain), known.refused_for, -1, name, why, known.reason or drains.LOST_NODE)
             if barred := permission.withheld(view, action, out):
-                said = f"{action.label}: not allowed: {barred}"
-                out.record(None, records.SlurmFailed(action=action.action, element=-1, node=name, reason=said))
+                reason = f"{action.label}: not allowed: {barred}"
+                out.record(None, records.SlurmFailed(action=action.action, element=-1, node=name, reason=reason))
                 out.record(None, records.NodeResumed(node=name, verified=False, reason=f"{name} was not taken"))
             else:
                 found.append(action)
@@ -356,18 +356,19 @@ def attention(view: View) -> list[Attention]:
         if view.now - mark.at < window and (info := view.slurm.node(node)) is not None and info.healthy
     ]
     slurm = view.slurm
-    if slurm.error and view.now - slurm.error_since >= AWAY_SECONDS:
-        said = f"Slurm has not answered for {view.now - slurm.error_since:.0f} s, and nothing is planned: {slurm.error}"
-        found.append(Attention("slurm", "", slurm.error_since, "", said))
+    silence = view.now - slurm.error_since
+    if slurm.error and silence >= AWAY_SECONDS:
+        reason = f"Slurm has not answered for {silence:.0f} s, and nothing is planned: {slurm.error}"
+        found.append(Attention("slurm", "", slurm.error_since, "", reason))
     for take, mark in sorted(view.state.withheld_takes.items()):
         if view.now - mark.at < window:
             found.append(Attention(f"take {take}", "", mark.at, mark.job, mark.reason))
     for name, known in sorted(view.state.nodes.items()):
         if known.refused:
             found.append(Attention(f"refused {name}", name, known.refused_at, known.refused_for, known.refused))
-        elif not known.downed and (said := readmission.suspect(view, name)):
+        elif not known.downed and (suspicion := readmission.suspect(view, name)):
             test = readmission.pair_test_command(name)
-            reason = f"{name} is a suspect ({said}): `{test}` proves or clears it"
+            reason = f"{name} is a suspect ({suspicion}): `{test}` proves or clears it"
             found.append(Attention(f"suspect {name}", name, known.suspected_at or view.now, "", reason))
     return found
 

@@ -32,10 +32,11 @@ BACK_SECONDS = 10.0  # for which slurmd must have answered; then the node is bac
 
 @dataclass(frozen=True)
 class Admission:
-    """Whether the node may come back now. verified: a check of its hardware says so."""
+    """The decision whether a node may come back now."""
 
     admit: bool
     verified: bool
+    """A check of its hardware says so."""
     reason: str
 
 
@@ -80,22 +81,21 @@ class Gate:
     """node -> when its slurmd was last tried to be reached."""
     reached: dict[str, float] = field(default_factory=dict)
     """node -> since when its slurmd has answered each time."""
-    said: dict[str, str] = field(default_factory=dict)
+    waiting: dict[str, str] = field(default_factory=dict)
     """node -> why it is not given back yet."""
     verified: dict[str, bool] = field(default_factory=dict)
     """node -> whether checks had passed when it was decided to resume it."""
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """A node's health as an admission check or a paired test reports it. at: by the node's clock. drain: a bad node
-    should be drained."""
+    """A node's health as an admission check or a paired test reports it."""
 
     node: Annotated[str, Meta(min_length=1, max_length=256)]
     source: Literal["prolog", "interval", "pair-test"]
     verdict: Literal["good", "warning", "unknown", "bad"]
     reason: str = ""
-    at: Annotated[float, Meta(ge=0, lt=1e11)]
-    drain: bool = False
+    at: Annotated[float, Meta(ge=0, lt=1e11)]  # by the node's clock
+    drain: bool = False  # if bad, the node should be drained
 
     def __post_init__(self) -> None:
         self.reason = " ".join(self.reason.split())[:400]
@@ -136,8 +136,8 @@ def nodes_back(view: View, gate: Gate, out: Outcome) -> list[Action]:
                 continue  # requested here
             if view.slurm.seen is None or view.slurm.seen.asked_at <= known.out_at:
                 continue  # Slurm was asked before it had taken the node out
-            said = f"{name} was given back to Slurm by somebody else"
-            out.record(None, records.NodeResumed(node=name, by_others=True, reason=said))
+            reason = f"{name} was given back to Slurm by somebody else"
+            out.record(None, records.NodeResumed(node=name, by_others=True, reason=reason))
             continue
         admission = _back(view, gate, node, out) if ours(node) and not known.going_down else None
         if admission is not None and admission.admit:
@@ -210,10 +210,10 @@ def _judge_return(
         slurmd_start,
         view.now - since,
     )
-    if not found.admit and gate.said.get(node) != found.reason:
+    if not found.admit and gate.waiting.get(node) != found.reason:
         stays = "drained" if view.state.node(node).drained else "down"
         out.record(None, records.AdmissionWaits(node=node, reason=f"{node} stays {stays}: {found.reason}"))
-    gate.said[node] = "" if found.admit else found.reason
+    gate.waiting[node] = "" if found.admit else found.reason
     return found
 
 
@@ -227,7 +227,7 @@ def node_checks(view: View, gate: Gate, node: str) -> answer_schema.NodeChecks:
         pair_test=_plain(known.paired, 0.0),
         unverified=known.unverified,
         suspect=suspect(view, node),
-        admission=gate.said.get(node, "") if known.downed else "",
+        admission=gate.waiting.get(node, "") if known.downed else "",
     )
 
 

@@ -100,18 +100,18 @@ def _element(listing: Listing, key: Key, intent: Intent) -> Then:
     return _ELEMENTS[action](known, intent)
 
 
-def _record(view: View, key: Key, then: Then, said: str, out: Outcome) -> None:
+def _record(view: View, key: Key, then: Then, reason: str, out: Outcome) -> None:
     action, name, element, node = key
     job = view.state.jobs.get(name)
     generation = job.generation if job is not None else 0
     if then is Then.DONE and action == "resume":
-        out.record(None, records.NodeResumed(node=node, verified=False, reason=said))
+        out.record(None, records.NodeResumed(node=node, verified=False, reason=reason))
         return
     if then is Then.DONE:
-        done = records.SlurmDone(action=action, node=node, element=element, reason=said)
+        done = records.SlurmDone(action=action, node=node, element=element, reason=reason)
         out.records.append((name, generation, done))
         return
-    failed = records.SlurmFailed(action=action, element=element, node=node, reason=said)
+    failed = records.SlurmFailed(action=action, element=element, node=node, reason=reason)
     out.records.append((name, generation, failed))
     if action == "pin":
         out.records.append((name, generation, records.ElementUnpinned(element=element)))

@@ -19,15 +19,16 @@ from unicron_planner.problem.gpus import node_peak
 
 @dataclass(frozen=True)
 class Reach:
-    """The nodes that a job can get.
-
-    nodes: where the job's elements may go, and those that they are on. asks: the job's requests of Slurm, in words.
-    barred: the number of other nodes by the reason that they are out of reach. peak: the highest FLOP/s of a node."""
+    """The nodes that a job can get."""
 
     nodes: frozenset[str]
+    """Nodes to which its elements may go, and those that they are on."""
     asks: str = ""
+    """The job's requests of Slurm, in words."""
     barred: Mapping[str, int] = field(default_factory=dict)
+    """The number of other nodes, by the reason that they are out of reach."""
     peak: float = float("inf")
+    """The highest FLOP/s of a node."""
 
 
 RIVALS = 200  # kinds of pending elements examined closely
@@ -36,10 +37,16 @@ ALWAYS = float("-inf")  # a rival may get the node at any time
 
 
 class Ground:
-    """A listing of Slurm, for the jobs of the plan: `managed`, by id. now: seconds since the epoch.
+    """The nodes that the jobs of the plan can get by one listing of Slurm, with the demand of pending jobs of others.
 
-    Pending jobs of others cost a bounded time: the most urgent kinds (RIVALS) are examined for where they fit; of the
-    others all nodes of their partitions count.
+    These jobs cost a bounded time: the most urgent kinds (RIVALS) are examined for where they fit; of the others all
+    nodes of their partitions count.
+
+    Parameters
+    ----------
+    listing : Slurm's answer.
+    managed : The ids of the jobs of the plan.
+    now : Seconds since the epoch.
     """
 
     def __init__(self, listing: Listing, managed: Collection[str], now: float) -> None:

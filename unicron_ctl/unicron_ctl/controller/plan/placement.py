@@ -87,12 +87,12 @@ class Need:
 
 @dataclass
 class Placement:
-    """actions in order. allotted, leaving: elements by job."""
+    """The elements of each job, and the actions that bring Slurm there, in order."""
 
     actions: list[Action] = field(default_factory=list)
-    allotted: dict[str, list[int]] = field(default_factory=dict)
-    leaving: dict[str, list[int]] = field(default_factory=dict)
-    unpinned: list[tuple[str, int]] = field(default_factory=list)
+    allotted: dict[str, list[int]] = field(default_factory=dict)  # job -> elements
+    leaving: dict[str, list[int]] = field(default_factory=dict)  # job -> elements
+    unpinned: list[tuple[str, int]] = field(default_factory=list)  # (job, element)
 
 
 def usable(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from unicron_detector.words import plural
 from unicron_planner.ahead.lookahead import Keeper
 from unicron_planner.problem.objective import Job, Scenario
-from unicron_planner.problem.throughput import Throughput
+from unicron_planner.problem.throughput import fit_flops
 from unicron_planner.solver.solve import Plan, best, by_owner, plan_of
 from unicron_planner.solver.spares import worth
 
@@ -100,12 +100,7 @@ def _by_nodes(job: JobInput, per_node: float) -> dict[int, float]:
     """Throughput by number of nodes, if any number could train."""
     sizes = range(1, job.trains + 1)
     if len(job.rates) >= 2:
-        fitted = Throughput(flops_per_iteration=1.0)
-        for count, rate in job.rates.items():
-            fitted.add(count, 1.0 / rate)
-        found = fitted.flops(sizes)
-        if len(found) == len(sizes):
-            return found
+        return fit_flops(job.rates, sizes)
     if job.rate > 0 and job.measured_nodes > 0:
         per_node = job.rate / job.measured_nodes
     return {count: per_node * count for count in sizes}

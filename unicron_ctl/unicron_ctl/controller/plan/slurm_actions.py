@@ -39,15 +39,12 @@ Target = tuple[str, int]  # (job, element), or (node, -1)
 
 @dataclass
 class RetryState:
-    """The requests with one aim for one element or node, as long as its state in Slurm stays the same.
+    """The requests with one aim for one element or node, as long as its state in Slurm stays the same."""
 
-    shown: that state. at: the time of the last request. refused: whether Slurm refused one.
-    """
-
-    shown: tuple[object, ...] = ()
-    times: int = 0
-    at: float = 0.0
-    refused: bool = False
+    shown: tuple[object, ...]  # that state
+    times: int
+    at: float  # time of the last request
+    refused: bool = False  # Slurm refused one of them
 
     @property
     def until(self) -> float:
@@ -58,9 +55,10 @@ class RetryState:
 
 @dataclass
 class Retries:
-    """The recent requests to Slurm. states: by (element or node, aim)."""
+    """The recent requests to Slurm."""
 
     states: dict[tuple[Target, str], RetryState] = field(default_factory=dict)
+    """(element or node, aim) -> its requests."""
 
     def prune(self, view: View) -> None:
         """Drops states that delay nothing any more."""

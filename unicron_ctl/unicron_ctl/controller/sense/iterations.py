@@ -154,7 +154,7 @@ class IterationWatch:
     """When the deadline was first seen to have passed."""
     check_at: float = 0.0
     """When to check the limits of all members next."""
-    said: bool = False
+    reported: bool = False
     """Whether the log already says that this iteration takes long."""
     suspects: list[Finding] = field(default_factory=list)
     """Hangs whose ranks are stopped as soon as their stacks are known; their failures are recorded already."""
@@ -184,7 +184,7 @@ def check_iteration(view: View, job: JobView, times: JobTimes, watch: IterationW
     if at is None or at != watch.at or watch.moves != watch.standing.moves:
         _drop_suspects(job, watch, out)
         watch.at, watch.moves = at, watch.standing.moves
-        watch.since, watch.overdue, watch.check_at, watch.said = view.now, None, 0.0, False
+        watch.since, watch.overdue, watch.check_at, watch.reported = view.now, None, 0.0, False
         return out
     if watch.pulses != watch.standing.pulses:
         watch.pulses, watch.moved_at, watch.overdue = watch.standing.pulses, view.now, None
@@ -266,22 +266,22 @@ def _report_hang(
     suspended = all(_signal_stop(job, slot) for slot in state.members)  # somebody stopped the whole job on purpose
     who = "; ".join(culprit.reason for culprit in culprits[:MOST_STACKS])
     if many or suspended or (not culprits and _some_compute(view, job, waited)):
-        if not watch.said:
-            watch.said = True
-            said = f"{long}; {who or 'no rank waits for another'}; nothing is done yet"
-            out.record(state, records.Overdue(iteration=iteration, reason=said))
+        if not watch.reported:
+            watch.reported = True
+            reason = f"{long}; {who or 'no rank waits for another'}; nothing is done yet"
+            out.record(state, records.Overdue(iteration=iteration, reason=reason))
             _ask_stacks(job, [culprit.slot for culprit in culprits], out)
         return
     named = [records.HangCulprit(culprit.slot, state.node(culprit.slot), culprit.phase) for culprit in culprits]
-    said = f"{long}; {who or 'all wait in the same collective'}"
-    out.record(state, records.Hang(iteration=iteration, seconds=took, culprits=named, reason=said))
+    reason = f"{long}; {who or 'all wait in the same collective'}"
+    out.record(state, records.Hang(iteration=iteration, seconds=took, culprits=named, reason=reason))
     if culprits:
         _learn_outside(job, times, watch, culprits, took)
         _suspect(view, job, watch, culprits, long, out)
     else:
-        said = f"{long}; all ranks wait in the same collective"
+        text = f"{long}; all ranks wait in the same collective"
         slots = tuple(sorted(state.members))
-        out.findings.append(Finding(What.COLLECTIVE, state.job, slots, view.now, Source.CLOCK, said, by="statistics"))
+        out.findings.append(Finding(What.COLLECTIVE, state.job, slots, view.now, Source.CLOCK, text, by="statistics"))
     watch.since, watch.overdue = view.now, None
 
 
@@ -316,8 +316,8 @@ def _suspect(
     """Report the culprits and ask for their stacks. They are stopped when the stacks are there, or at `act_at`."""
     slots = [culprit.slot for culprit in culprits]
     for culprit in culprits:
-        said = f"{long}; {culprit.reason}"
-        found = slot_finding(view, job, What.HANG, (culprit.slot,), Source.PEER, said, "statistics")
+        evidence = f"{long}; {culprit.reason}"
+        found = slot_finding(view, job, What.HANG, (culprit.slot,), Source.PEER, evidence, "statistics")
         out.findings.append(replace(found, identity=job.identity(culprit.slot)))
     waiting = next((slot for slot in job.state.members if slot not in set(slots)), None)
     watch.asked = _ask_stacks(job, slots, out)
@@ -387,7 +387,7 @@ def behind(job: JobView) -> list[Laggard]:
     where = f"{len(ahead)} other{'s wait' if len(ahead) > 1 else ' waits'} in {_place(job, ahead[0])}"
     to_blame = last - _held_up(job, last)
     words = {slot: f"slot {slot} is in {_place(job, slot)}, {where}" for slot in late if slot in to_blame}
-    return [Laggard(slot, progress[slot].phase, said) for slot, said in words.items()]
+    return [Laggard(slot, progress[slot].phase, reason) for slot, reason in words.items()]
 
 
 class Progress(NamedTuple):

@@ -50,9 +50,9 @@ def take_in_changes(job: JobView, standing: Standing) -> list[int]:
 
 def _goes_on(agent: AgentView, status: RankStatus, member: Identity) -> bool:
     """Whether the member is the same process, of a living agent, and has nothing to report."""
-    said = status.exit is not None or status.fault is not None or status.note is not None
+    reports = status.exit is not None or status.fault is not None or status.note is not None
     same = status.incarnation == member.incarnation and agent.agent == member.agent
-    return same and not said and not agent.expired and not agent.status.leaving
+    return same and not reports and not agent.expired and not agent.status.leaving
 
 
 def check_members(view: View, job: JobView, slots: Iterable[int]) -> Outcome:
@@ -77,11 +77,11 @@ def _find_end(view: View, job: JobView, agent: AgentView, slot: int, status: Ran
     identity = Identity(agent.agent, status.incarnation)
     if job.state.slot(slot).exit_seen == identity:
         return None
-    text = (status.fault.cause or f"{status.fault.type}: {status.fault.text}") if status.fault else ""
+    fault = (status.fault.cause or f"{status.fault.type}: {status.fault.text}") if status.fault else ""
     wanted = end.code == 0 or _is_wanted(view, job, agent, slot, identity)
     what, source = What.WANTED_END if wanted else What.EXIT, Source.AGENT if status.exit else Source.RANK
-    said = "\n".join(part for part in dict.fromkeys((text, end.last_line)) if part)
-    found = slot_finding(view, job, what, (slot,), source, said, "process exit" if status.exit else "exception")
+    evidence = "\n".join(part for part in dict.fromkeys((fault, end.last_line)) if part)
+    found = slot_finding(view, job, what, (slot,), source, evidence, "process exit" if status.exit else "exception")
     return replace(found, identity=identity, exit=end, fault=status.fault, pid=status.pid)
 
 
@@ -160,9 +160,9 @@ def check_leaving(view: View, job: JobView, agent: AgentView | None) -> Outcome:
     """Report an agent that announces its end, because its ranks finished or Slurm stopped it, unless that is known."""
     out, record = Outcome(), job.state.agents.get(agent.element) if agent is not None else None
     if agent is not None and record is not None and not record.gone and record.agent == agent.agent:
-        name, slots, said = job.state.job, tuple(agent.slots), agent.status.leaving
+        name, slots, text = job.state.job, tuple(agent.slots), agent.status.leaving
         out.findings.append(
-            Finding(What.LEFT, name, slots, view.now, Source.AGENT, said, agent.element, agent.node, by="agent")
+            Finding(What.LEFT, name, slots, view.now, Source.AGENT, text, agent.element, agent.node, by="agent")
         )
     return out
 

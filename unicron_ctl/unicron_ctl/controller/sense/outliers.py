@@ -43,9 +43,9 @@ ONLY_REPORTED = "only reported, for a difference alone harms nobody"
 
 @dataclass
 class Sample:
-    """The last metrics of one agent. Times on the controller's clock."""
+    """The last metrics of one agent."""
 
-    at: float
+    at: float  # by the controller's clock
     node: str
     host: str
     values: dict[str, float]
@@ -54,7 +54,7 @@ class Sample:
 
 @dataclass
 class Standing:
-    """A reported anomaly. quiet: rounds without it. over: when it ended."""
+    """A reported anomaly."""
 
     peer: str
     nodes: list[str]
@@ -62,16 +62,17 @@ class Standing:
     metric: str
     reason: str
     since: float
-    quiet: int = 0
-    over: float | None = None
+    quiet: int = 0  # rounds without it
+    over: float | None = None  # when it ended
 
 
 @dataclass
 class Group:
-    """Peers of one kind, nodes or ranks. usual: (peer, metric) -> its last differences from the median of all."""
+    """Peers of one kind, nodes or ranks."""
 
     watch: PeerWatch
     usual: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
+    """(peer, metric) -> its last differences from the median of all."""
 
     def judge_round(self, rows: Mapping[str, Mapping[str, float]], standing: Iterable[str]) -> list[Anomaly]:
         """Judge one round. rows: peer -> metric -> value."""
@@ -285,9 +286,9 @@ def _over(
 
 def evidence(all_peers: Iterable[JobPeers], node: str, now: float) -> str:
     """Return, for a failure's reason, why its node was odd before; empty if it was not."""
-    said = []
+    reasons = []
     for peers in all_peers:
         for item in [*peers.standing, *peers.past]:
             if node and node in item.nodes and (item.over is None or now - item.over <= EVIDENCE_SECONDS):
-                said.append(f"{item.reason}, since {now - item.since:.0f} s")
-    return f"; before it stood out among its peers: {'; '.join(said[:3])}" if said else ""
+                reasons.append(f"{item.reason}, since {now - item.since:.0f} s")
+    return f"; before it stood out among its peers: {'; '.join(reasons[:3])}" if reasons else ""

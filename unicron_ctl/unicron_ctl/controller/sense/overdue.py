@@ -28,12 +28,13 @@ COSTS = 10  # times the usual pace of checks: 16,384 ranks that are being starte
 
 @dataclass
 class ActionClocks:
-    """The last time at which each action of a job waited for something else, in seconds."""
+    """The clocks of a job's actions."""
 
     check_at: float = 0.0
     paced_for: int = 0
     """The number of actions when the next check was planned."""
     excused: dict[str, float] = field(default_factory=dict)
+    """Action -> when it last waited for something else."""
 
     def elapsed_seconds(self, action: str, since: float, waits: bool, view: View) -> float:
         """Return how long the action has run. After a restart it begins at 0, since the time before is not known."""
@@ -51,12 +52,12 @@ def time_limit(config: ControllerConfig, state: State, moved: bool) -> float:
 
 @dataclass(frozen=True)
 class Action:
-    """A slot's running action. node: where the fault was."""
+    """A slot's running action."""
 
     job: JobView
     slot: int
     state: State
-    node: str
+    node: str  # where the fault was
     record: AgentRecord
     agent: AgentView | None
     status: RankStatus | None
@@ -172,10 +173,10 @@ def _check_element(view: View, job: JobView, clocks: ActionClocks, element: int,
     if clocks.elapsed_seconds(action, begun, waits, view) < most:
         return
     clocks.excused[action] = view.now
-    said = f"no agent came back within {most:g} s; see `squeue -j {state.label(element)}`"
-    found = _overdue(view, state, record.slots[0], said, RESTART)
+    evidence = f"no agent came back within {most:g} s; see `squeue -j {state.label(element)}`"
+    found = _overdue(view, state, record.slots[0], evidence, RESTART)
     out.findings.append(replace(found, element=element, node=record.node))
 
 
-def _overdue(view: View, job: JobState, slot: int, said: str, action: str) -> Finding:
-    return Finding(What.ACTION, job.job, (slot,), view.now, Source.CLOCK, said, by="time limit", action=action)
+def _overdue(view: View, job: JobState, slot: int, evidence: str, action: str) -> Finding:
+    return Finding(What.ACTION, job.job, (slot,), view.now, Source.CLOCK, evidence, by="time limit", action=action)

@@ -28,9 +28,9 @@ BLOCKED_SECONDS = 0.1  # between two checks for members that wait for a stopped 
 MOST_NAMED = 16  # of the members that stopped at once
 
 
-def _finding(view: View, job: JobView, what: What, slots: tuple[int, ...], said: str, by: str) -> Finding:
+def _finding(view: View, job: JobView, what: What, slots: tuple[int, ...], evidence: str, by: str) -> Finding:
     source, status = Source.CLOCK if what is What.LATE else Source.RANK, job.status(slots[0])
-    found = slot_finding(view, job, what, slots, source, said, by)
+    found = slot_finding(view, job, what, slots, source, evidence, by)
     identity = job.state.members.get(slots[0]) or job.state.joining.get(slots[0])
     return replace(found, identity=identity, fault=status.fault if status else None)
 
@@ -92,16 +92,16 @@ def check_late_to_stop(view: View, job: JobView, times: JobTimes, progress: Prog
         return out
     awaited = [slot for slot in sorted(job.awaited) if slot not in state.lost and slot not in state.condemned]
     hit = state.hit() if job.replica > 1 else frozenset(awaited)  # all others finish what they have begun
-    late = {slot: said for slot in awaited if (said := _late(view, job, slot, times, slot in hit))}
+    late = {slot: reason for slot in awaited if (reason := _late(view, job, slot, times, slot in hit))}
     if late and quorum.waits_for_majority(view, job, progress):  # missing members may still go on by themselves
         gone = quorum.missing_elements(view, state)
-        late = {slot: said for slot, said in late.items() if state.element(slot) not in gone}
+        late = {slot: reason for slot, reason in late.items() if state.element(slot) not in gone}
     if not late:
         return out
     last = _last_copies(job, awaited)
-    for slot, said in late.items():
+    for slot, reason in late.items():
         if slot not in last:
-            out.findings.append(_finding(view, job, What.LATE, (slot,), said, "time-out"))
+            out.findings.append(_finding(view, job, What.LATE, (slot,), reason, "time-out"))
     if last and last <= late.keys():
         _wait_for(job, last, "have not stopped", out)
     return out
@@ -156,8 +156,8 @@ def _late(view: View, job: JobView, slot: int, times: JobTimes, hit: bool) -> st
     unchanged, least = view.now - agent.progress.get(slot, 0.0), config.report_timeout
     if outside(status):
         limit, why = times.patience.between(slot, status, unchanged, least, config)
-        said = f"did not come back from the script's own code after iteration {status.iteration} within {limit:g} s"
-        return f"{said}{why and ', '}{why}" if unchanged > limit else ""
+        text = f"did not come back from the script's own code after iteration {status.iteration} within {limit:g} s"
+        return f"{text}{why and ', '}{why}" if unchanged > limit else ""
     limit = max(least, ITERATIONS_TO_STOP * status.iteration_seconds)
     first = job.state.mode.reports and _first_iteration(status)
     if first or (status.state == "running" and not hit):

@@ -34,11 +34,11 @@ Row = dict[int, dict[str, float]]
 
 @dataclass(frozen=True)
 class Slow:
-    """The reason why a job is slow at present. slot: None if no rank differs from the others."""
+    """The reason why a job is slow at present."""
 
     since: float
     iteration: int
-    slot: int | None
+    slot: int | None  # None if no rank differs from the others
     node: str
     phase: str
     slowdown: float | None

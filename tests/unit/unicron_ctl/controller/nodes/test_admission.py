@@ -145,12 +145,6 @@ def test_without_a_report_in_time_it_comes_back_unverified() -> None:
     world.check_replay()
 
 
-def test_where_no_node_reports_it_comes_back_at_once() -> None:
-    world, slurm = lost_node()
-    world.run(3.0)
-    assert slurm.node_states["n2"] == {"IDLE"} and listed(world, "n2")["unverified"]
-
-
 def test_required_checks_are_waited_for() -> None:
     world, slurm = lost_node(admission="require")
     world.run(200.0)

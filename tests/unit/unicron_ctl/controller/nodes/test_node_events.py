@@ -13,8 +13,6 @@ from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.nodes.isolation import attention
 from unicron_ctl.shared.protocol import datagrams, structs, wire
-from unicron_ctl.shared.settings.config_file import parse
-from unicron_ctl.shared.system.errors import UserError
 from unicron_ctl.shared.system.throttle import NAMES
 
 GPU_LOST = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
@@ -295,13 +293,6 @@ def test_senseless_numbers_and_texts_are_taken_without_harm():
     assert all(len(event.record.text) <= node_events.TEXT_KEPT for event in events(world, "node_event"))
     assert len(world.job().failures) == 1
     world.check_replay()
-
-
-def test_the_agents_section_is_checked_like_the_controllers():
-    assert parse({"agent": {"link_seconds": 2.0, "node_events": False}}).agent.link_seconds == 2.0
-    for wrong in ({"link_seconds": 0.0}, {"kmsg": 3}, {"kernel": "/dev/kmsg"}):
-        with pytest.raises(UserError, match=r"\[agent\]"):
-            parse({"agent": wrong})
 
 
 def test_nodes_shows_the_last_event():

@@ -208,21 +208,6 @@ def test_early_listings_are_few_whatever_the_cause() -> None:
     assert 55 <= len(world.polls) <= 60 * rate + burst + 3
 
 
-def test_listings_that_take_long_are_few() -> None:
-    """A tenth of the time, and as much for early ones."""
-    world = Watched(FakeSlurm(2))
-    desk = world.core.slurm
-    desk.on_listing(world.now + 3.0, 2.0, 3.0)
-    assert desk.next_poll == pytest.approx(world.now + 33.0)
-    desk.hurry(world.now + 3.0)
-    first = desk.next_poll
-    desk.on_listing(first + 3.0, 2.0, 3.0)
-    desk.hurry(first + 3.0)
-    assert desk.next_poll > first + 5.0
-    desk.on_listing(first + 3600.0, 2.0, 3597.0)
-    assert desk.next_poll == first + 3600.0 + slurm_actions.LONGEST_PAUSE
-
-
 def test_a_large_array_costs_little_and_leads_to_few_calls() -> None:
     nodes = [NodeInfo(f"n{i}", frozenset({"IDLE"}), "", f"10.0.0.{i}", 6818, 1.0, 8) for i in range(64)]
     count = 100_000

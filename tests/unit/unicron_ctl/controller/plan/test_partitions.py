@@ -32,9 +32,20 @@ def plan_of(world: World) -> dict[str, int]:
     return world.core.state.assignment
 
 
-def test_nothing_is_asked_of_slurm_unless_the_admin_says_so() -> None:
-    world, slurm = world_of(2)
-    submit(world, "1", 3)
+@pytest.mark.parametrize(
+    ("partitions", "facts"),
+    [
+        pytest.param({}, {}, id="the admin has said nothing"),
+        pytest.param(
+            {"gpu": PartitionConfig(mode="act"), "slow": PartitionConfig(mode="observe")},
+            {"partition": "gpu,slow"},
+            id="one of the job's partitions only observes",
+        ),
+    ],
+)
+def test_nothing_is_asked_of_slurm_unless_all_partitions_of_the_job_act(partitions, facts) -> None:
+    world, slurm = world_of(2, **partitions)
+    submit(world, "1", 3, **facts)
     world.run(4.0)
     assert world.job().phase == "running" and slurm.calls == [] and would(world) == ["hold 1_2"]
 
@@ -60,13 +71,6 @@ def test_one_partition_acts_and_another_is_only_watched() -> None:
         "default": "observe",
         "gpu": "act",
     }
-
-
-def test_a_job_in_several_partitions_may_what_all_of_them_allow() -> None:
-    world, slurm = world_of(2, gpu=PartitionConfig(mode="act"), slow=PartitionConfig(mode="observe"))
-    submit(world, "1", 3, partition="gpu,slow")
-    world.run(4.0)
-    assert slurm.calls == [] and would(world) == ["hold 1_2"]
 
 
 def test_what_is_not_among_the_actions_is_only_said(snapshot: SnapshotAssertion) -> None:

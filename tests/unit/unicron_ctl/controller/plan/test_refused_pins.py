@@ -100,36 +100,26 @@ def test_it_is_tried_again_after_a_time() -> None:
     assert slurm.queue["1", 0]["node"] == "n3"
 
 
-def test_of_several_partitions_slurm_gives_no_reason_and_another_node_is_tried_all_the_same() -> None:
-    world, slurm, _ = _lost(4, "n3", partition="main,other")
-    slurm.refusal = ""
-    world.run(45.0)
-    assert slurm.queue["1", 0]["node"] == "n4" and world.core.view.refused_nodes(world.job()) == {"n3": "no reason"}
-
-
-def test_a_node_that_is_idle_does_not_lack_resources_for_ever() -> None:
-    """Slurm calls a node of 1000 MB busy for --mem-per-cpu=400 --mincpus=3: the pin was set to it again and again."""
-    world, slurm, _ = _lost(4, "n3")
-    slurm.refusal = "Resources"
+@pytest.mark.parametrize(
+    ("unfit", "refusal", "state", "pins", "refused"),
+    [
+        pytest.param("n3", "", "IDLE", ["n3", "n4"], {"n3": "no reason"}, id="no reason with several partitions"),
+        # Slurm calls a node of 1000 MB busy for --mem-per-cpu=400 --mincpus=3: the pin was set to it again and again.
+        pytest.param("n3", "Resources", "IDLE", ["n3", "n4"], {"n3": "Resources"}, id="an idle node lacks nothing"),
+        pytest.param("n3", "Resources", "MIXED", ["n3", "n3"], {}, id="a node that is not idle may lack resources"),
+        # 22.05 takes the pin of a held element that asks for more time than its partition allows, then says so.
+        pytest.param("n3 n4", "PartitionTimeLimit", "IDLE", ["n3", ""], {}, id="beyond its partition's limit"),
+    ],
+)
+def test_what_a_refusal_says_of_the_node(unfit: str, refusal: str, state: str, pins: list[str], refused: dict) -> None:
+    world, slurm, _ = _lost(4, unfit, **({} if refusal else {"partition": "main,other"}))
+    slurm.refusal, slurm.node_states["n3"] = refusal, {state}
     world.run(20.0)
-    assert _pins(slurm) == ["n3"], "it may be busy for a moment"
+    if refusal == "Resources" and state == "IDLE":
+        assert _pins(slurm) == ["n3"], "it may be busy for a moment"
     world.run(25.0)
-    assert slurm.queue["1", 0]["node"] == "n4" and world.core.view.refused_nodes(world.job()) == {"n3": "Resources"}
-
-
-def test_a_node_that_is_not_idle_may_lack_resources() -> None:
-    world, slurm, _ = _lost(4, "n3")
-    slurm.refusal, slurm.node_states["n3"] = "Resources", {"MIXED"}
-    world.run(45.0)
-    assert not world.core.view.refused_nodes(world.job())
-
-
-def test_beyond_its_partitions_limit_the_pin_is_taken_back_and_no_node_is_blamed() -> None:
-    """22.05 takes the pin of a held element that asks for more time than its partition allows, then says so."""
-    world, slurm, _ = _lost(4, "n3 n4")
-    slurm.refusal = "PartitionTimeLimit"
-    world.run(8.0)
-    assert _pins(slurm) == ["n3", ""] and not world.core.view.refused_nodes(world.job())
+    assert _pins(slurm) == pins and world.core.view.refused_nodes(world.job()) == refused
+    assert slurm.queue["1", 0]["node"] == ("n4" if "n4" in pins else None)
 
 
 @pytest.mark.parametrize(

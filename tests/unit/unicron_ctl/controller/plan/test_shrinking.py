@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.questions import told
-from tests.support.world import FakeAgent, FakeSlurm, World
+from tests.support.scenarios import allocation_job, boundary, calls, trains
+from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.plan.inputs import inputs, why_fixed
 from unicron_ctl.controller.plan.reconcile import ENDS_SECONDS
 from unicron_ctl.shared.log import records
@@ -28,22 +29,11 @@ def start(
     **config: Any,
 ) -> tuple[World, list[FakeAgent]]:
     """Job 1 trains on n1, n2, ... as one allocation, and one node is free."""
-    world = World(FakeSlurm(nodes + 1), **config)
+    settings = {"min_nodes": min_nodes, "weight": weight, "no_kill": no_kill}
+    world, agents = allocation_job(nodes, stated=stated, config=config, **settings)
     world.slurm.site = Site(shrinks=shrinks)
-    facts = {"reason": "", "admin_comment": "", "pin": None, "array": False}
-    world.slurm.queue["1", 0] = {"state": "RUNNING", "node": f"n[1-{nodes}]", "restarts": 0, **facts}
-    agents = [
-        FakeAgent(world, "1", element, f"n{element + 1}", nodes=nodes, min_nodes=min_nodes, weight=weight)
-        for element in range(nodes)
-    ]
-    for agent in agents:
-        agent.settings.allocation, agent.settings.no_kill, agent.settings.min_stated = True, no_kill, stated
-        agent.register()
     world.run(1.5)
-    for agent in agents:
-        agent.ready()
-    world.run(2.0)
-    assert world.job().phase == "running" and len(world.job().members) == nodes
+    trains(world, agents)
     return world, agents
 
 
@@ -57,14 +47,8 @@ def compete(world: World, weight: float = 9.0, elements: int = 2) -> None:
     world.run(3.0)
 
 
-def boundary(world: World, agents: list[FakeAgent]) -> None:
-    for agent in agents:
-        agent.take_offer()
-    world.run(1.5)
-
-
 def asked(world: World) -> list[tuple]:
-    return [call for call in world.slurm.calls if call[0] == "shrink"]
+    return calls(world, "shrink")
 
 
 def ordered_to_end(agent: FakeAgent) -> bool:
@@ -87,7 +71,7 @@ def test_a_node_is_given_back_once_its_ranks_and_its_agent_have_left():
     compete(world)
     assert world.core.state.assignment == {"1": 2, "2": 2} and world.job().leaving == [2]
     assert not asked(world) and not ordered_to_end(agents[2]), "it still trains"
-    boundary(world, agents)
+    boundary(world, 1.5)
     assert set(world.job().members) == {0, 1} and not asked(world), "its task would be killed, and srun fail"
     leave(world, agents[2])
     assert asked(world) == [GIVEN] and world.slurm.queue["1", 0]["node"] == "n1,n2"
@@ -104,7 +88,7 @@ def test_a_node_is_given_back_once_its_ranks_and_its_agent_have_left():
 def test_without_the_plugin_a_node_waits_for_what_its_agent_may_still_write():
     world, agents = start()
     compete(world)
-    boundary(world, agents)
+    boundary(world, 1.5)
     leave(world, agents[2], hint=False)
     world.run(ENDS_SECONDS - 10.0)
     assert not asked(world)
@@ -116,7 +100,7 @@ def test_the_node_of_the_batch_script_stays_and_all_others_may_go_at_once():
     world, agents = start(nodes=4)
     compete(world, elements=3)
     assert world.job().leaving == [2, 3]
-    boundary(world, agents)
+    boundary(world, 1.5)
     leave(world, agents[3])
     assert not asked(world), "without slurmdbd Slurm does it only once"
     leave(world, agents[2])
@@ -137,7 +121,7 @@ def test_the_first_node_is_kept_although_its_agent_died_and_no_other_goes_in_its
     agents[0].silent = agents[0].killed = True
     world.run(8.0 + ENDS_SECONDS)
     compete(world)
-    boundary(world, agents)
+    boundary(world, 1.5)
     job = world.job()
     assert set(job.members) == {1, 2} and job.allotted == [0, 1, 2] and not job.leaving and not asked(world)
 
@@ -149,7 +133,7 @@ def test_a_plan_that_changes_its_mind_before_the_boundary_takes_nothing():
     world.slurm.cancel("2")
     world.run(12.0)
     assert world.job().leaving == [] and world.core.state.assignment["1"] == 3
-    boundary(world, agents)
+    boundary(world, 1.5)
     world.run(5.0)
     assert not asked(world) and not ordered_to_end(agents[2])
 
@@ -158,7 +142,7 @@ def test_a_refusal_is_recorded_once_and_the_job_is_let_alone(snapshot):
     world, agents = start()
     world.slurm.refuse_shrink = "scontrol update: no"
     compete(world)
-    boundary(world, agents)
+    boundary(world, 1.5)
     leave(world, agents[2])
     world.run(400.0)
     assert asked(world) == [GIVEN]
@@ -192,18 +176,18 @@ def test_what_a_controller_asked_for_before_it_ended_is_done_or_asked_for_again(
     ],
 )
 def test_a_job_is_left_as_it_is_where_its_owner_srun_slurm_or_the_admin_does_not_let_it(said, why, snapshot):
-    world, agents = start(**said)
+    world, _ = start(**said)
     compete(world)
-    boundary(world, agents)
+    boundary(world, 1.5)
     assert why in why_fixed(world.core.view, world.job())
     assert world.core.state.assignment == {"2": 1} and not world.job().leaving and not asked(world)
     assert told(world.core, "explain", job="1")["bounds"] == snapshot
 
 
 def test_in_a_partition_that_is_only_watched_it_is_said_and_not_done():
-    world, agents = start(observe=True, partitions={"default": PartitionConfig(max_weight=9.0)})
+    world, _ = start(observe=True, partitions={"default": PartitionConfig(max_weight=9.0)})
     compete(world)
-    boundary(world, agents)
+    boundary(world, 1.5)
     assert not asked(world) and len(world.job().members) == 3
     observed = [event for event in world.log if event.kind == "observed"]
     assert ("1", "plan", 2) in [(event.job, event.record.action, event.record.nodes) for event in observed]

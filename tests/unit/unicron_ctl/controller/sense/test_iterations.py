@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.training import ORDERS, USUAL, events, hang, phases, sent, train
+from tests.support.training import ORDERS, USUAL, events, hang, phases, sent, train, trained_world
 from tests.support.world import FakeAgent, World
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import structs, wire
@@ -13,15 +13,12 @@ from unicron_ctl.shared.protocol import structs, wire
 
 @pytest.fixture
 def world():
-    made = World(hang_floor_seconds=0.5)
-    made.start_job()
-    return made
+    return trained_world(iterations=0)
 
 
 @pytest.fixture
-def trained(world):
-    train(world, 20)
-    return world
+def trained():
+    return trained_world()
 
 
 def answer_stacks(world: World, text: str = "in fetch") -> None:

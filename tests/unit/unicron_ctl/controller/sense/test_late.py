@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.training import events, sent, train
+from tests.support.training import events, sent, train, trained_world
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.api.job_answers import job_answer
 from unicron_ctl.controller.job.job_events import Trigger, next_event
@@ -16,13 +16,6 @@ from unicron_ctl.shared.protocol import structs, wire
 from unicron_detector.failures.escalation_table import State
 
 LOST = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=0.0)
-
-
-def started(nodes: int = 3, **settings) -> World:
-    world = World(hang_floor_seconds=0.5, **settings)
-    world.start_job(nodes=nodes)
-    train(world, 20)
-    return world
 
 
 def goes_outside(world: World, *slots: int) -> None:
@@ -42,7 +35,7 @@ def comes_back(world: World, slot: int) -> None:
 
 # ---------------------------------------------------------------- survivors that are late to stop
 def test_the_scripts_own_code_has_its_time_also_when_a_peer_dies():
-    world = started()
+    world = trained_world()
     goes_outside(world, 1)
     world.run(5)
     world.agents[2].die(2)
@@ -54,7 +47,7 @@ def test_the_scripts_own_code_has_its_time_also_when_a_peer_dies():
 
 
 def test_that_time_runs_from_when_it_went_outside_and_then_the_others_go_on(snapshot):
-    world = started()
+    world = trained_world()
     goes_outside(world, 1)
     world.run(300)
     world.agents[2].die(2)
@@ -68,7 +61,7 @@ def test_that_time_runs_from_when_it_went_outside_and_then_the_others_go_on(snap
 
 
 def test_a_process_stopped_by_a_signal_there_is_not_waited_for(snapshot):
-    world = started(report_timeout=5.0)
+    world = trained_world(report_timeout=5.0)
     goes_outside(world, 1)
     world.agents[1].set(1, process="T")
     world.agents[2].die(2)
@@ -112,7 +105,7 @@ def test_a_survivor_that_compiles_in_its_first_iteration_has_that_time():
 
 # ---------------------------------------------------------------- the last copy
 def test_who_holds_the_last_copy_is_never_banished_by_time(snapshot):
-    world = started(report_timeout=5.0)
+    world = trained_world(report_timeout=5.0)
     for slot in (0, 1):
         world.agents[slot].obedient = False  # in no code of their own: they simply do not stop
     world.agents[2].die(2)
@@ -129,7 +122,7 @@ def test_who_holds_the_last_copy_is_never_banished_by_time(snapshot):
 
 
 def test_a_holder_of_the_last_copy_that_dies_is_dead():
-    world = started(nodes=2, report_timeout=5.0)
+    world = trained_world(nodes=2, report_timeout=5.0)
     world.agents[0].obedient = False
     world.agents[1].die(1)
     world.run(60)
@@ -142,7 +135,7 @@ def test_a_holder_of_the_last_copy_that_dies_is_dead():
 
 def test_a_late_one_is_kept_as_long_as_another_may_still_die_before_it_reports():
     """Slot 1 is late, slot 0 evaluates: were slot 1 given up now and slot 0 to die, nobody would know the state."""
-    world = started(report_timeout=5.0)
+    world = trained_world(report_timeout=5.0)
     world.agents[1].obedient = False
     goes_outside(world, 0)
     world.agents[2].die(2)
@@ -157,7 +150,7 @@ def test_a_late_one_is_kept_as_long_as_another_may_still_die_before_it_reports()
 
 
 def test_a_restarted_controller_waits_for_the_last_copy_too():
-    world = started(nodes=2, report_timeout=5.0)
+    world = trained_world(nodes=2, report_timeout=5.0)
     world.agents[0].obedient = False
     world.agents[1].die(1)
     world.run(10)
@@ -173,7 +166,7 @@ def test_a_restarted_controller_waits_for_the_last_copy_too():
 
 
 def test_in_restart_mode_nobody_holds_anything():
-    world = started(nodes=2, report_timeout=5.0)
+    world = trained_world(nodes=2, report_timeout=5.0)
     world.job().settings.mode = structs.RESTART
     for agent in world.agents:
         agent.settings.mode = structs.RESTART
@@ -209,7 +202,7 @@ def regroups(world: World, slot: int) -> None:
 
 
 def test_a_transfer_that_moves_may_take_as_long_as_it_needs():
-    world = started(enter_timeout=10.0)
+    world = trained_world(enter_timeout=10.0)
     regroups(world, 1)
     for size in range(1, 120):
         world.agents[1].set(1, moved=size << 20)
@@ -220,7 +213,7 @@ def test_a_transfer_that_moves_may_take_as_long_as_it_needs():
 
 
 def test_one_that_stands_still_is_tried_again_and_in_the_end_who_never_got_in_is_left_out():
-    world = started(enter_timeout=10.0)
+    world = trained_world(enter_timeout=10.0)
     regroups(world, 1)
     for size in range(1, 30):
         world.agents[1].set(1, moved=size << 20)
@@ -232,7 +225,7 @@ def test_one_that_stands_still_is_tried_again_and_in_the_end_who_never_got_in_is
 
 
 def test_members_that_alone_hold_the_state_try_for_ever_to_enter(snapshot):
-    world = started(nodes=2, enter_timeout=5.0, report_timeout=5.0)
+    world = trained_world(nodes=2, enter_timeout=5.0, report_timeout=5.0)
     for agent in world.agents:
         agent.obedient = False
         agent.set(agent.element, state="stopped", broken=1, fault=LOST)
@@ -251,7 +244,7 @@ def test_members_that_alone_hold_the_state_try_for_ever_to_enter(snapshot):
 
 
 def test_no_action_is_overdue_while_it_waits_for_others():
-    world = started(enter_timeout=10.0)
+    world = trained_world(enter_timeout=10.0)
     regroups(world, 1)
     view = world.core.view.job(world.job())
     assert lacking(view, 1, State.REATTEMPTING, "n2", set()) == "", "a transfer"
@@ -261,7 +254,7 @@ def test_no_action_is_overdue_while_it_waits_for_others():
 
 
 def test_no_overdue_action_ends_the_last_copy_either():
-    world = started(nodes=2, regroup_seconds=40.0, enter_timeout=1000.0)
+    world = trained_world(nodes=2, regroup_seconds=40.0, enter_timeout=1000.0)
     for agent in world.agents:
         agent.obedient = False
         agent.set(agent.element, state="stopped", broken=1, fault=LOST)
@@ -278,7 +271,7 @@ def test_no_overdue_action_ends_the_last_copy_either():
 @pytest.fixture
 def offering() -> World:
     """Slots 0 and 1 train, 2 and 3 are newcomers that wait at their boundary."""
-    world = started(nodes=4)
+    world = trained_world(nodes=4)
     for slot in (2, 3):
         world.agents[slot].die(slot)
         world.agents[slot].ready()
@@ -289,7 +282,7 @@ def offering() -> World:
 
 
 def test_a_newcomer_waits_for_the_others_that_are_starting_and_for_nobody_else() -> None:
-    world = started(nodes=4)
+    world = trained_world(nodes=4)
     world.agents[2].die(2)
     world.agents[3].die(3)
     world.agents[3].ready()
@@ -300,7 +293,7 @@ def test_a_newcomer_waits_for_the_others_that_are_starting_and_for_nobody_else()
 
 
 def test_a_newcomer_does_not_wait_for_long_for_the_others_that_are_starting() -> None:
-    world = started(nodes=4)
+    world = trained_world(nodes=4)
     world.agents[2].die(2)
     world.agents[3].die(3)
     world.agents[3].ready()
@@ -309,7 +302,7 @@ def test_a_newcomer_does_not_wait_for_long_for_the_others_that_are_starting() ->
 
 
 def test_a_newcomer_does_not_wait_for_the_processes_of_an_agent_that_is_gone() -> None:
-    world = started(nodes=4)
+    world = trained_world(nodes=4)
     world.agents[2].silent = True
     world.run(3)
     assert world.job().phase == "running" and sorted(world.job().members) == [0, 1, 3]
@@ -449,7 +442,7 @@ def never_starts(world: World, *slots: int, every: float = 1.0, seconds: int = 9
 
 @pytest.mark.parametrize(("slots", "every"), [([2], 1), ([2], 60), ([1, 2], 60)])
 def test_newcomers_that_cannot_start_cost_those_who_train_their_slots_and_no_more(slots: list[int], every: int) -> None:
-    world = started()
+    world = trained_world()
     for slot in slots:
         world.agents[slot].die(slot)
     never_starts(world, *slots, every=every)

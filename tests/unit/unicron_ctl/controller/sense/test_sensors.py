@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.scenarios import replica_that_waits
-from tests.support.training import hang, train
-from tests.support.world import FakeAgent, FakeSlurm, World
+from tests.support.scenarios import replica_that_waits, trained
+from tests.support.training import hang, train, trained_world
+from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.core import turn
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
@@ -117,23 +117,12 @@ def run(
 
 
 # ---------------------------------------------------------------- a scenario for each sensor
-def training(nodes: int = 3, **settings: float) -> World:
-    world = World(hang_floor_seconds=0.5, **settings)
-    world.start_job(nodes=nodes)
-    train(world, 20)
-    return world
-
-
 def on_slurm(count: int) -> World:
-    world = World(FakeSlurm(count + 1))
-    world.slurm.submit("1", count)
-    world.start_job(nodes=count)
-    world.run(3.0)
-    return world
+    return trained(count, 1, seconds=3.0)[0]
 
 
 def hanging_rank() -> None:
-    world = training()
+    world = trained_world()
     hang(world, [1])
     world.run(6.0)
     assert any(event.kind == "hang" for event in world.log)
@@ -165,7 +154,7 @@ def odd_node() -> None:
 
 
 def last_copies() -> None:
-    world = training(report_timeout=5.0)
+    world = trained_world(report_timeout=5.0)
     for slot in (0, 1):
         world.agents[slot].obedient = False
     world.agents[2].die(2)
@@ -174,7 +163,7 @@ def last_copies() -> None:
 
 
 def never_entered() -> None:
-    world = training(enter_timeout=10.0)
+    world = trained_world(enter_timeout=10.0)
     world.agents[0].set(0, state="stopped", broken=world.job().generation)
     agent = world.agents[1]
     agent.obedient = False
