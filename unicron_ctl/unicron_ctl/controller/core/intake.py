@@ -29,15 +29,15 @@ HINTS = 0.5, 4.0
 
 
 class Intake:
-    """The core's part that reads messages. carry_out: the core's. run_sensors: runs a job's sensors of an occasion."""
+    """The core's part that reads messages."""
 
     def __init__(
         self,
         view: View,
         runtime: Callable[[JobState], JobRuntime],
         node_events: judge_nodes.NodeEventQueue,
-        carry_out: Callable[[Outcome], bool],
-        run_sensors: Callable[[JobState, When], None],
+        carry_out: Callable[[Outcome], bool],  # the core's
+        run_sensors: Callable[[JobState, When], None],  # the turn's
         written: LogQuota,
     ) -> None:
         self._view, self._runtime, self._node_events, self._carry_out = view, runtime, node_events, carry_out

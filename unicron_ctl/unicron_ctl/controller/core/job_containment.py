@@ -19,13 +19,11 @@ COMPLAIN_AGAIN, COMPLAINTS_KEPT = 60.0, 1000  # seconds; kinds
 
 
 class JobContainment:
-    """Sets jobs aside; one per core.
-
-    append: the core's. written: the log quotas of jobs and their owners.
-    """
+    """Sets jobs aside; one per core."""
 
     def __init__(self, view: View, append: Callable[[str, int, Record], Event], written: LogQuota) -> None:
-        self._view, self._append, self._written = view, append, written
+        self._view, self._append = view, append
+        self._written = written  # the log quotas of jobs and their owners
         self._complained: dict[str, float] = {}
         self._steps: Counter[str] = Counter()  # by job, since its last other record
 

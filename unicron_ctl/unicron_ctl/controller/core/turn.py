@@ -34,12 +34,12 @@ class BrokenInvariant(Exception):
 
 
 class Turns:
-    """Takes each job's turns. runtime: the volatile knowledge about a job. carry_out, send: the core's."""
+    """Takes each job's turns."""
 
     def __init__(
         self,
         view: View,
-        runtime: Callable[[JobState], JobRuntime],
+        runtime: Callable[[JobState], JobRuntime],  # this and the next two are the core's
         carry_out: Callable[[Outcome], bool],
         send: Callable[[Send], None],
     ) -> None:

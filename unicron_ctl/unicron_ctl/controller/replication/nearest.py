@@ -26,13 +26,13 @@ MOST_NAMED = 3  # failing sources in a text
 
 @dataclass(frozen=True)
 class Way:
-    """The way of an image to the ranks of one place. seconds: until it arrives, from now."""
+    """The way of an image to the ranks of one place."""
 
     receiver: AgentView
     source: AgentView
     image: Image
-    seconds: float
-    words: str
+    seconds: float  # from now until it arrives
+    words: str  # for people
 
 
 @dataclass

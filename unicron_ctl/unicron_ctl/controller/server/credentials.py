@@ -26,24 +26,25 @@ Where = tuple[socket.socket, Any]  # the socket to send from, and the address to
 
 @dataclass(frozen=True)
 class Unproven:
-    """The reason why a credential does not count. verdict: on the credential itself; after an outage it may be good."""
+    """The reason why a credential does not count."""
 
     reason: str
-    verdict: Literal["used", "invalid", "outage"] = "used"
+    verdict: Literal["used", "invalid", "outage"] = "used"  # after an outage the credential may be good
 
 
 USED = Unproven("this munge credential was used before")
 
 
 class Verifier:
-    """Verifies credentials in threads. roles: the users that the configuration names at present.
+    """Verifies credentials in threads.
 
     The threads serve machines, their addresses and their connections in turn, so a peer that sends many credentials
     delays only itself. Munge does not get a credential that was used or is invalid a second time.
     """
 
     def __init__(self, worker: Worker, roles: Callable[[], Roles]) -> None:
-        self._worker, self._roles = worker, roles
+        self._worker = worker
+        self._roles = roles  # the users that the configuration names at present
         self._spent = SpentCredentials()
 
     def verify(
@@ -114,13 +115,11 @@ def asker_of(credential: str, claim: str, roles: Roles) -> Asker | Unproven:
 
 
 class Introducer:
-    """Answers questions for the controller's public key, with one credential a minute however many peers ask.
-
-    key: empty for a controller that encrypts nothing.
-    """
+    """Answers questions for the controller's public key, with one credential a minute however many peers ask."""
 
     def __init__(self, worker: Worker, key: str, send: Callable[[bytes, Where], None]) -> None:
-        self._worker, self._key, self._send = worker, key, send
+        self._worker, self._send = worker, send
+        self._key = key  # empty for a controller that encrypts nothing
         self._answer = wire.encode(datagrams.Introduction(plain=True)) if not key else b""
         self._until = 0.0 if key else float("inf")
         self._waiting: list[Where] = []

@@ -61,17 +61,15 @@ class _Registry(CollectorRegistry):
 
 
 class Exporter:
-    """Answers Prometheus at `place`, HOST:PORT, or :PORT for loopback. Raises UserError if nothing can listen there.
-
-    names: by which clients may know this host, besides its addresses. asked: requests that wait for the loop.
-    """
+    """Answers Prometheus at `place`, HOST:PORT, or :PORT for loopback. Raises UserError if nothing can listen there."""
 
     def __init__(self, place: str, names: Collection[str] = ()) -> None:
+        # Clients may also ask for this host by its addresses.
         self._names = {name.lower() for name in (*names, metrics_place(place)[0], socket.gethostname(), "localhost")}
         self.registry = _Registry()
         ProcessCollector(registry=self.registry)
         self.counts = Counts(self.registry)
-        self.asked: Mailbox[Future[Sequence[Metric]]] = Mailbox()
+        self.asked: Mailbox[Future[Sequence[Metric]]] = Mailbox()  # requests that wait for the loop
         self._turn = threading.Lock()
         self._answer: tuple[float, Sequence[Metric]] = float("-inf"), ()
         self.registry.register(self)

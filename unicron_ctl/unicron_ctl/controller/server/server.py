@@ -62,11 +62,7 @@ Route = tuple[bytes, ...]
 
 
 class Server:
-    """One controller at `ports`. Raises UserError if it cannot start.
-
-    address: where others reach it. key: its public key, empty if it encrypts nothing. connections: the most at once.
-    progress: called now and then while the log is read. tenure: the right to act; by default for the process's life.
-    """
+    """One controller at `ports`. Raises UserError if it cannot start."""
 
     def __init__(
         self,
@@ -75,9 +71,9 @@ class Server:
         ports: Ports,
         client: SlurmClient | None,
         classifier: Classifier,
-        connections: int = MAX_SOCKETS,
-        progress: Progress = nothing,
-        tenure: Tenure | None = None,
+        connections: int = MAX_SOCKETS,  # at once
+        progress: Progress = nothing,  # called now and then while the log is read
+        tenure: Tenure | None = None,  # the right to act; by default for the process's life
     ) -> None:
         self.config, self.store = config, store
         self._tenure = tenure or Tenure()
@@ -101,7 +97,7 @@ class Server:
         self._verifier = Verifier(self.worker, self._roles)
         self._began_with, self._munge = config.controller, config.controller.auth == "munge"
         self._verifying: set[tuple[str, str]] = set()
-        keys, self.key = server_keys(config.controller, store.path.parent)
+        keys, self.key = server_keys(config.controller, store.path.parent)  # the public key; empty without encryption
         self._hints, self.address, self.exporter = ports.hints, ports.address, ports.exporter
         self.listener = Listener(ports.connections, keys, connections, wire.MAX_BYTES, refused=self._on_refused)
         self.core.view.unread = lambda route: self.listener.unread(route[0])

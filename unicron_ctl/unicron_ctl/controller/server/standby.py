@@ -156,18 +156,16 @@ class Isolation:
     """Makes a controller step down if it reaches nobody while a standby waits: its host may have lost its network, but
     not the state folder. It must have heard an agent before, so that two that hear nobody do not take turns.
 
-    call: runs work in a thread and its result in the loop. heard: returns the time of the last agent's message.
-
-    look: finds the other hosts, as :func:`other_hosts` does. It is called now and then, because a name may become known
-    or change, but only while agents are heard, because a host that is cut off reaches no name service.
+    It looks for the other hosts now and then, because a name may become known or change, but only while agents are
+    heard, because a host that is cut off reaches no name service.
     """
 
     def __init__(
         self,
         rival: Rival,
-        call: Callable[..., object],
-        heard: Callable[[], float],
-        look: Callable[[], Mapping[str, Sequence[Target] | str]],
+        call: Callable[..., object],  # runs work in a thread, and its result in the loop
+        heard: Callable[[], float],  # returns the time of the last agent's message
+        look: Callable[[], Mapping[str, Sequence[Target] | str]],  # finds the other hosts, as `other_hosts` does
     ) -> None:
         self._rival, self._call, self._heard, self._look = rival, call, heard, look
         self._looked, self._looking = float("-inf"), False
@@ -229,13 +227,11 @@ def other_hosts(addresses: Sequence[str]) -> dict[str, list[Target] | str]:
 
 class SecondLeader:
     """Ends a controller while another one leads at one of the other addresses. A standby does not answer, so each of
-    the two has a state folder of its own: a shared one that is not mounted, or a copy.
-
-    look: returns where another controller answers, or ""; it may take its time. call: runs it in a thread.
-    """
+    the two has a state folder of its own: a shared one that is not mounted, or a copy."""
 
     def __init__(self, look: Callable[[], str], call: Callable[..., object]) -> None:
-        self._look, self._call = look, call
+        self._look = look  # returns where another controller answers, or ""; it may take its time
+        self._call = call  # runs it in a thread
         self._seen: list[str] = []  # in a row
         self._asked, self._asking = float("-inf"), False
 

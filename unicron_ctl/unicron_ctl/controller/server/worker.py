@@ -153,24 +153,22 @@ class Task:
 
 
 class Worker:
-    """Carries out requests. `results` are calls for the main thread; `verified` are those for credentials, of which
-    strangers can send many.
-
-    tenure: the right to change anything in Slurm. not_before: a time of `time.monotonic` before which nothing in Slurm
-    is changed, because calls of the previous controller may still be under way.
-    """
+    """Carries out requests."""
 
     def __init__(self, client: SlurmClient | None, probe_timeout: float, tenure: Tenure | None = None) -> None:
-        self._client, self._probe_timeout, self._tenure = client, probe_timeout, tenure or Tenure()
+        self._client, self._probe_timeout = client, probe_timeout
+        self._tenure = tenure or Tenure()  # the right to change anything in Slurm
         self.not_before = float("-inf")
+        """A time of `time.monotonic` before which nothing in Slurm is changed, because calls of the previous controller
+        may still be under way."""
         self._lanes: tuple[queue.SimpleQueue[Task | None], ...] = (queue.SimpleQueue(), queue.SimpleQueue())
         self._order = Order()
         self.took: Callable[[str, float], object] = lambda call, seconds: None  # called after each call of Slurm
         self._others = Others(client) if client is not None else None
         self._site = UNSAID
         self._looked = -SETTINGS_SECONDS
-        self.results: Mailbox[Result] = Mailbox()
-        self.verified: Mailbox[Result] = Mailbox()
+        self.results: Mailbox[Result] = Mailbox()  # calls for the main thread
+        self.verified: Mailbox[Result] = Mailbox()  # the same for credentials, of which strangers can send many
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="unicron-probe")
         self._verifiers = ThreadPoolExecutor(VERIFIERS, thread_name_prefix="unicron-credential")
         self._credentials: FairQueue[Callable[[], None]] = FairQueue(AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS)

@@ -21,26 +21,19 @@ from unicron_transition.generations import layout
 
 @dataclass(frozen=True)
 class Decision:
-    """The way on for a job after a Break.
+    """The way on for a job after a Break."""
 
-    members: the slots that go on, replica-major. unusable: survivors that cannot go on and count as lost, with the
-    reason. step: ranks that are synced at this iteration step. iteration: the next one to be computed, with its
-    assignment. reused: micro-batches kept in survivors' gradients. recomputed: finished ones that are computed again.
-    redistributed: those of lost ranks that others compute now. standbys: survivors that complete no replica. state:
-    (base, version) of the optimizer's shards from which all go on.
-    """
-
-    members: list[int]
-    unusable: dict[int, str]
-    step: int | None
-    iteration: int
-    assignment: dict[int, list[int]]
-    reused: int
-    recomputed: int
-    redistributed: int
+    members: list[int]  # slots that go on, replica-major
+    unusable: dict[int, str]  # survivors that cannot go on and count as lost -> reason
+    step: int | None  # ranks that are synced at this iteration step
+    iteration: int  # the next one to be computed
+    assignment: dict[int, list[int]]  # of that iteration
+    reused: int  # micro-batches kept in survivors' gradients
+    recomputed: int  # finished micro-batches that are computed again
+    redistributed: int  # micro-batches of lost ranks that others compute now
     reason: str
-    standbys: list[int] = field(default_factory=list)
-    state: tuple[int, int] | None = None
+    standbys: list[int] = field(default_factory=list)  # survivors that complete no replica
+    state: tuple[int, int] | None = None  # (base, version) of the optimizer's shards from which all go on
 
 
 class _Way(NamedTuple):
