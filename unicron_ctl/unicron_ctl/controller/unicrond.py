@@ -34,7 +34,7 @@ from unicron_ctl.shared.settings import limits
 from unicron_ctl.shared.settings.config import Config, listen_problem, port_notes, rule_values
 from unicron_ctl.shared.settings.config_file import examine, refuse, without_notify
 from unicron_ctl.shared.settings.places import state_dir
-from unicron_ctl.shared.slurm.slurm_client import SlurmClient
+from unicron_ctl.shared.slurm import CommandLineClient, SlurmClient, SlurmError, choose_client
 from unicron_ctl.shared.system import descriptors
 from unicron_ctl.shared.system.addresses import endpoint
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
@@ -252,21 +252,15 @@ def keep_lease(config: Config, claimed: Claim, tenure: Tenure, server: Server) -
 
 def slurm_client(config: Config) -> SlurmClient | None:
     """The client of the configured backend; None for a controller without Slurm."""
-    from unicron_ctl.shared.slurm import CommandLineClient
-
-    match config.controller.slurm:
-        case "none":
-            return None
-        case "command":
-            return CommandLineClient(timeout=config.controller.slurm_timeout)
-        case _:
-            from unicron_ctl.shared.slurm import SlurmError, choose_client
-
-            try:
-                return choose_client(timeout=config.controller.slurm_timeout)
-            except SlurmError as error:  # it may come up later; until then every poll says what is wrong
-                log.warning("Slurm does not answer yet: %s", error)
-                return CommandLineClient(timeout=config.controller.slurm_timeout)
+    backend, seconds = config.controller.slurm, config.controller.slurm_timeout
+    if backend == "none":
+        return None
+    if backend == "auto":
+        try:
+            return choose_client(timeout=seconds)
+        except SlurmError as error:  # it may come up later; until then every poll says what is wrong
+            log.warning("Slurm does not answer yet: %s", error)
+    return CommandLineClient(timeout=seconds)
 
 
 def main() -> None:

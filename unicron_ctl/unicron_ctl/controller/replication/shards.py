@@ -15,9 +15,8 @@ from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.replication import nearest
-from unicron_ctl.controller.replication.fail_together import domains_of, kinds_of
 from unicron_ctl.controller.replication.receivers import Away, targets_by_element
-from unicron_ctl.controller.replication.strategy import State, StoredState, with_memory
+from unicron_ctl.controller.replication.strategy import State, StoredState, domains_of, kinds_of, with_memory
 from unicron_ctl.controller.replication.whole_states import SessionStates
 from unicron_ctl.shared.protocol import structs
 from unicron_ctl.shared.protocol.structs import RankStatus

@@ -89,9 +89,6 @@ class Counts:
         self._hit: dict[str, tuple[float, int]] = {}  # job -> time of its first failure, its ranks before
         self._waiting: set[str] = set()  # jobs without an iteration since their failure
         self._ranks: dict[str, int] = {}
-        self._begin_at_zero()
-
-    def _begin_at_zero(self) -> None:
         self.expect(default_table().causes)
         for kind in event_lines.LEVELS:
             self._events.labels(str(kind.__struct_config__.tag))

@@ -103,7 +103,8 @@ class Server:
         self.core.view.unread = lambda route: self.listener.unread(route[0])
         self._introducer = Introducer(self.worker, self.key, self._answer_hello)
         self.telling = Telling(self.worker.results, lambda record: self.core.append("", 0, record), self.address)
-        self.telling.replay(store.since(notices.KINDS, self.now() - DAY).events)
+        for event in store.since(notices.KINDS, self.now() - DAY).events:
+            self.telling.note(event)
         self.telling.configure(config.notify, state.told, state.last_event)
         self._stop_read, self._stop_write = os.pipe()
         os.set_blocking(self._stop_write, False)

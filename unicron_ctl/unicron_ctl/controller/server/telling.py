@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -104,11 +104,6 @@ class Telling:
         self._look_at, self._looking = 0.0, threading.Thread()
         self._past: deque[Notice] = deque(maxlen=MOST_WAITING)
         self.targets: dict[str, Target] = {}
-
-    def replay(self, events: Iterable[Event]) -> None:
-        """Takes in the records of the last day at the start."""
-        for event in events:
-            self.note(event)
 
     def configure(self, config: NotifyConfig, cursors: dict[str, int], last: int) -> None:
         """Takes the section. cursors: by target, the last event that it has heard of. last: the newest event, after

@@ -9,9 +9,9 @@ import pytest
 
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.replication import cuts, fetching, whole_states
-from unicron_ctl.controller.replication.fail_together import domains_of
+from unicron_ctl.controller.replication.cuts import WHOLE_STATES
 from unicron_ctl.controller.replication.receivers import targets_by_element
-from unicron_ctl.controller.replication.strategies import WHOLE_STATES
+from unicron_ctl.controller.replication.strategy import domains_of
 from unicron_ctl.shared.protocol import ranges, structs, wire
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from tests.support.world import FakeAgent, World
-from unicron_ctl.controller.replication.cuts import newest_good, newest_whole
-from unicron_ctl.controller.replication.strategies import SHARDS
+from unicron_ctl.controller.replication.cuts import SHARDS, newest_good, newest_whole
 from unicron_ctl.shared.protocol import structs, wire
 from unicron_transition.generations.sharding import state_base
 

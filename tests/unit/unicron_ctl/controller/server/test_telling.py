@@ -63,7 +63,8 @@ class Desk:
     def begin(self, events: list[Event], last: int = 0) -> Telling:
         """What unicrond does at its start."""
         self.telling = Telling(self.results, self._record)
-        self.telling.replay(events)
+        for event in events:
+            self.telling.note(event)
         self.telling.configure(self.config, self.told, last)
         return self.telling
 
