@@ -151,19 +151,8 @@ def test_a_job_whose_agents_make_records_without_end_is_set_aside_and_no_other(m
 
 
 def say(world: World, agent: FakeAgent, number: int, text: str) -> None:
-    world.to_core(
-        agent,
-        wire.NodeEvent(
-            job=agent.job,
-            element=agent.element,
-            agent=agent.agent,
-            number=number,
-            source="kernel",
-            text=text,
-            code="c" * 255,
-            at=world.now,
-        ),
-    )
+    about = {"job": agent.job, "element": agent.element, "agent": agent.agent, "number": number, "at": world.now}
+    world.to_core(agent, wire.NodeEvent(**about, source="kernel", text=text, code="c" * 255))
 
 
 def test_what_agents_tell_of_nodes_counts_for_their_job_and_costs_it_no_protection(monkeypatch, snapshot):
