@@ -45,6 +45,14 @@ def server(tmp_path: Path) -> Iterator[Server]:
     server.close()
 
 
+@pytest.fixture
+def clock(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The server's time in a list of one."""
+    now = [server.now()]
+    monkeypatch.setattr(server, "now", lambda: now[0])
+    return now
+
+
 def test_its_end_ends_the_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = list[Hooks]()
     monkeypatch.setattr(Hooks, "close", lambda self: ended.append(self))
@@ -104,10 +112,10 @@ def test_what_a_reload_does_not_change_is_named(server: Server, snapshot: Snapsh
     assert told.record.reason == snapshot
 
 
-def test_the_time_that_a_question_takes_counts_for_who_asks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_that_a_question_takes_counts_for_who_asks(
+    server: Server, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Defect: a small answer that takes long to make cost as much as a ping."""
-    clock = [server.now()]
-    monkeypatch.setattr(server, "now", lambda: clock[0])
     monkeypatch.setattr(server, "_munge", True)
 
     def slow(*given: Any) -> dict[str, Any]:
@@ -126,11 +134,10 @@ def test_the_time_that_a_question_takes_counts_for_who_asks(server: Server, monk
 
 
 def test_an_answer_that_takes_long_is_made_once_for_all_who_may_hear_the_same(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Defect: `watch unicronctl status` on each node of a large job took all of the controller's time."""
-    clock, made, sent = [server.now()], list[Asker](), list[bytes]()
-    monkeypatch.setattr(server, "now", lambda: clock[0])
+    made, sent = list[Asker](), list[bytes]()
     monkeypatch.setattr(server, "_send_bytes", lambda route, data: sent.append(data))
 
     def slow(core: Any, store: Any, what: str, args: Any, asker: Asker) -> str:
@@ -166,10 +173,10 @@ def test_who_asks_much_waits_for_himself() -> None:
 
 
 def test_old_records_go_piece_by_piece_and_not_at_once_after_a_start(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Defect: a piece that took longer than the time between two made every turn of the loop take one."""
-    clock, begun = [server.now()], list[float]()
+    begun = list[float]()
 
     def pieces(*what: Any) -> Iterator[int]:
         begun.append(clock[0])
@@ -177,7 +184,6 @@ def test_old_records_go_piece_by_piece_and_not_at_once_after_a_start(
             clock[0] += 2.5 * FORGET_SECONDS
             yield 0
 
-    monkeypatch.setattr(server, "now", lambda: clock[0])
     monkeypatch.setattr(server.store, "forget", pieces)
     server.flush()
     assert not begun
