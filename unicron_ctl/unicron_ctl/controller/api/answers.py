@@ -19,7 +19,6 @@ from unicron_ctl.controller.core.core import Core
 from unicron_ctl.controller.job import injection
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job_state import Failure
-from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.nodes import isolation, readmission
 from unicron_ctl.controller.plan import planning
 from unicron_ctl.controller.plan.inputs import inputs, usable_nodes, why_fixed
@@ -255,8 +254,7 @@ def pause(core: Core, store: Store, order: PauseOrder, asker: Asker) -> schema.P
     # A duration, not a time of day, which would be in the controller's time zone.
     how_long = f"for {timedelta(seconds=round(order.seconds))}" if order.seconds else "until it is resumed"
     reason = f"{_whole(order.partition)} {how_long}: {asker} has asked for it"
-    record = records.ActionsPaused(partition=order.partition, until=until, reason=reason)
-    core.carry_out(Outcome(records=[("", 0, record)]))
+    core.append("", 0, records.ActionsPaused(partition=order.partition, until=until, reason=reason))
     return _pause_state(core)
 
 
@@ -266,8 +264,7 @@ def resume(core: Core, store: Store, order: ResumeOrder, asker: Asker) -> schema
     if core.state.is_paused("", core.now) and order.partition:
         raise Unanswerable(f"all partitions are paused, not {order.partition} alone: `unicronctl resume` ends it")
     reason = f"{_whole(order.partition)}: {asker} has asked for it"
-    record = records.ActionsResumed(partition=order.partition, reason=reason)
-    core.carry_out(Outcome(records=[("", 0, record)]))
+    core.append("", 0, records.ActionsResumed(partition=order.partition, reason=reason))
     return _pause_state(core)
 
 

@@ -103,22 +103,9 @@ class Question:
         return f"{self.asker.uid} {origin(self.address)}" if self.asker.admin else f"{self.asker.uid}"
 
 
-class QuestionQueue:
-    """Waiting questions: askers are served in turn, the questions of each in their order."""
-
-    def __init__(self) -> None:
-        self._waiting: FairQueue[Question] = FairQueue(OF_ALL)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, question: Question) -> bool:
-        """Add a question; return False if too many wait, of this asker or of all."""
-        return self._waiting.waiting(question.whose) < OF_ONE and self._waiting.add([question.whose], question)
-
-    def next(self) -> Question:
-        """Take the next question; the asker's others come after everybody else's."""
-        return self._waiting.next()
+def add_question(queue: FairQueue[Question], question: Question) -> bool:
+    """Add a question; return False if too many wait, of this asker or of all."""
+    return queue.waiting(question.whose) < OF_ONE and queue.add([question.whose], question)
 
 
 class AnswerCache:

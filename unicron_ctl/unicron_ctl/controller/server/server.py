@@ -24,7 +24,7 @@ from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker, Roles
 from unicron_ctl.controller.model.quotas import Quotas, cost
 from unicron_ctl.controller.server import event_lines
 from unicron_ctl.controller.server.credentials import Introducer, Unproven, Verifier, Where
-from unicron_ctl.controller.server.fair_queue import AnswerCache, Question, QuestionQueue
+from unicron_ctl.controller.server.fair_queue import OF_ALL, AnswerCache, FairQueue, Question, add_question
 from unicron_ctl.controller.server.log_upkeep import LogUpkeep
 from unicron_ctl.controller.server.metrics import gauges
 from unicron_ctl.controller.server.sockets import Ports
@@ -91,7 +91,7 @@ class Server:
         self.dropped: Counter[str] = Counter()
         self._complaints, self._complained = Throttle(*COMPLAINTS), set[str]()
         self._quotas = Quotas()
-        self._asked, self._answered = QuestionQueue(), AnswerCache()
+        self._asked, self._answered = FairQueue[Question](OF_ALL), AnswerCache()
         self._received_at, self._settled_in = float("-inf"), 0.0  # in the last turn
         self._answer_at = 0.0  # questions wait until then
         self._verifier = Verifier(self.worker, self._roles)
@@ -406,7 +406,7 @@ class Server:
             self._send(route, BUSY)
 
     def _queue_question(self, question: Question) -> None:
-        if not self._asked.add(question):
+        if not add_question(self._asked, question):
             self._send(question.route, BUSY)
 
     def _answer_some(self) -> None:

@@ -22,7 +22,7 @@ from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.model.asker import NOBODY, Asker
 from unicron_ctl.controller.model.quotas import OF_A_USER, SECONDS_OF_ONE
 from unicron_ctl.controller.model.view import Send
-from unicron_ctl.controller.server.fair_queue import OF_ALL, OF_ONE, AnswerCache, Question, QuestionQueue
+from unicron_ctl.controller.server.fair_queue import OF_ALL, OF_ONE, AnswerCache, FairQueue, Question, add_question
 from unicron_ctl.controller.server.log_upkeep import FORGET_AGAIN_SECONDS, FORGET_FIRST_SECONDS, FORGET_SECONDS
 from unicron_ctl.controller.server.server import Server
 from unicron_ctl.controller.server.sockets import bind
@@ -162,13 +162,17 @@ def test_an_answer_that_takes_long_is_made_once_for_all_who_may_hear_the_same(
 
 
 def test_who_asks_much_waits_for_himself() -> None:
-    asked, ann, bob = QuestionQueue(), Asker(1000, "ann"), Asker(1001, "bob")
-    added = [asked.add(Question((bytes([n]),), wire.Ask(what="ping"), ann, f"10.0.0.{n}")) for n in range(30)]
-    assert added.count(True) == OF_ONE and asked.add(Question((b"b",), wire.Ask(what="ping"), bob, "10.0.0.1"))
+    asked, ann, bob = FairQueue[Question](OF_ALL), Asker(1000, "ann"), Asker(1001, "bob")
+
+    def add(asker: Asker, address: str) -> bool:
+        return add_question(asked, Question((b"r",), wire.Ask(what="ping"), asker, address))
+
+    added = [add(ann, f"10.0.0.{n}") for n in range(30)]
+    assert added.count(True) == OF_ONE and add(bob, "10.0.0.1")
     order = [asked.next().asker.uid for _ in range(len(asked))]
     assert order[:3] == [1000, 1001, 1000] and not asked
     for n in range(2 * OF_ALL):
-        asked.add(Question((b"r",), wire.Ask(what="ping"), NOBODY, f"10.0.{n // 250}.{n % 250}"))
+        add(NOBODY, f"10.0.{n // 250}.{n % 250}")
     assert len(asked) == OF_ALL
 
 
