@@ -206,7 +206,6 @@ def _elements(core: Core, state: JobState) -> list[schema.Element]:
 
 
 def _planned_with(core: Core, state: JobState) -> list[JobState]:
-    """Return the jobs that share a plan with this one."""
     acts = permission.acts(core.view, state)
     jobs = (job for job in core.state.jobs.values() if not job.over and not why_fixed(core.view, job))
     return [job for job in jobs if permission.acts(core.view, job) is acts]

@@ -97,7 +97,6 @@ def _waiting(core: Core) -> dict[str, dict[str, str]]:
 
 
 def _last_event(known: NodeState | None) -> schema.NodeEvent | None:
-    """Return the last event that the node's kernel, memory cgroup or links reported."""
     if known is None or not known.events:
         return None
     last = known.events[-1]
@@ -115,7 +114,6 @@ def _anomalies_of_nodes(core: Core) -> dict[str, list[schema.Anomaly]]:
 
 
 def _metrics(core: Core, view: AgentView) -> dict[str, float]:
-    """Return the agent's last measurements of its node."""
     runtime = core.runtimes.get(view.job)
     sample = runtime.sensors.peers.samples.get(view.element) if runtime else None
     return sample.values if sample else {}

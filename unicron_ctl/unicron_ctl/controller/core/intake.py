@@ -78,14 +78,14 @@ class Intake:
         key: str,
         message: wire.Steps | AgentMessage,
     ) -> AgentView | None:
-        """The agent that sent the message, if it is authentic; its lease begins again."""
+        """Returns the agent that sent the message, if it is authentic; its lease begins again."""
         agent = self._view.live.agent(message.job, message.element)
         if agent is None or agent.agent != message.agent or message.job not in self._view.state.jobs:
             return None
         return agent if self._heard(agent, route, key) else None
 
     def _speaker(self, route: Route, key: str, name: str, slot: int) -> JobState | None:
-        """The job, if the message comes from the agent that has this slot."""
+        """Returns the job, if the message comes from the agent that has this slot."""
         job = self._view.state.jobs.get(name)
         agent = self._view.live.agent(name, job.element(slot)) if job else None
         if agent is None or slot not in agent.slots or (not key and agent.route != route):
@@ -102,7 +102,6 @@ class Intake:
 
     # ------------------------------------------------------------ agents
     def _on_replaced(self, job: JobState, before: AgentRecord) -> None:
-        """Takes in that another agent has taken the element of this one."""
         self._runtime(job).sensors.before = before
         self._run_sensors(job, When.REGISTERED)
         missed = self._view.job(job).missed
@@ -172,7 +171,8 @@ class Intake:
         self._carry_out(out)
 
     def _refusal_of(self, state: JobState | None, message: wire.Status, key: str) -> wire.Message | None:
-        """The answer to the last agent of an element whose job has ended or is set aside; None if its status counts."""
+        """Returns the answer to the last agent of an element whose job has ended or is set aside; None if its status
+        counts."""
         record = state.agents.get(message.element) if state is not None else None
         if state is None or record is None or record.agent != message.agent or record.key != key:
             return None
@@ -278,7 +278,7 @@ class Intake:
         return out
 
     def _agent_of(self, hint: datagrams.Hint) -> AgentView | None:
-        """The agent of the task. A datagram has Slurm's own number of the element, and the node."""
+        """Returns the agent of the task. A datagram has Slurm's own number of the element, and the node."""
         job, live = self._view.state.jobs.get(hint.job), self._view.live
         if job is None:
             return None

@@ -122,7 +122,6 @@ class Registrations:
             del self._of_user[request.asker.uid]
 
     def _put_off(self, request: Request, reason: str) -> None:
-        """Lets the agent try again later."""
         self._carry_out(Outcome(sends=[Send(request.route, wire.Refusal(reason=reason))]))
 
     def _refuse(self, request: Request, refused: wire.Refusal) -> None:

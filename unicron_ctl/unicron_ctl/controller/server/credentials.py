@@ -61,10 +61,10 @@ class Verifier:
         def work() -> Asker | Unproven:
             return self._spent.get(credential) or asker_of(credential, claim, roles)  # a copy may have come first
 
-        def on_verdict(found: Asker | Unproven | None) -> None:
-            found = found or Unproven("the controller could not look at the munge credential: see its log", "outage")
-            self._spent.note(credential, found)
-            then(found)
+        def on_verdict(asker: Asker | Unproven | None) -> None:
+            asker = asker or Unproven("the controller could not look at the munge credential: see its log", "outage")
+            self._spent.note(credential, asker)
+            then(asker)
 
         return self._worker.verify(work, on_verdict, path(key, address))
 
@@ -134,9 +134,10 @@ class Introducer:
         if len(self._waiting) > 1:
             return  # a credential is being made
 
-        def on_made(made: datagrams.Introduction | None) -> None:
-            made = made or datagrams.Introduction(error="the controller has no munge credential")
-            self._answer, self._until = wire.encode(made), now + (FRESH_SECONDS if made.credential else AGAIN_SECONDS)
+        def on_made(answer: datagrams.Introduction | None) -> None:
+            answer = answer or datagrams.Introduction(error="the controller has no munge credential")
+            self._answer = wire.encode(answer)
+            self._until = now + (FRESH_SECONDS if answer.credential else AGAIN_SECONDS)
             waiting, self._waiting = self._waiting, []
             for one in waiting:
                 self._send(self._answer, one)

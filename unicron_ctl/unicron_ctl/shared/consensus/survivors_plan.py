@@ -189,7 +189,6 @@ def _indices(done: Sequence[int], total: int) -> bool:
 
 
 def _finished_micro_batches(positions: Iterable[_Position], iteration: int) -> set[int]:
-    """Return the micro-batches of the iteration that these ranks have finished."""
     return {index for position in positions if position.iteration == iteration for index in position.done}
 
 
