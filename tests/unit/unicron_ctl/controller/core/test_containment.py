@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.scenarios import arrays
 from tests.support.training import events
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.core import core
@@ -141,20 +142,11 @@ def test_a_job_that_is_set_aside_stays_so_over_a_restart_and_its_owner_is_told(
 
 
 def test_in_a_cluster_the_nodes_of_a_job_that_is_set_aside_are_not_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm = FakeSlurm(4)
-    world = World(slurm)
-    slurm.submit("1", 2)
-    slurm.submit("2", 2)
-    agents = {}
-    for (job, element), entry in list(slurm.queue.items()):
-        agents[job, element] = FakeAgent(world, job, element, entry["node"], nodes=2)
-        agents[job, element].register()
-        agents[job, element].ready()
-    world.run(3.0)
+    world, slurm = arrays(4, ("1", 2, 1.0), ("2", 2, 1.0))
     assert world.job("1").phase == world.job("2").phase == "running"
     monkeypatch.setitem(judge.JUDGES, What.EXIT, breaks_for("1", judge.JUDGES[What.EXIT]))
     slurm.calls.clear()
-    agents["1", 0].die(0)
+    next(agent for agent in world.agents if (agent.job, agent.element) == ("1", 0)).die(0)
     world.run(20.0)
     assert world.job("1").set_aside and world.job("2").phase == "running"
     assert not [call for call in slurm.calls if call[1] == "1"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -57,29 +57,33 @@ def come(agents: list[Node]) -> None:
 
 
 def started(
-    nodes: int, replica: int, ranks: int = 1, copies: int = 1, block: int = 1, spares: int = 0
+    nodes: int,
+    replica: int = 1,
+    ranks: int = 1,
+    *,
+    copies: int = 1,
+    block: int = 1,
+    spares: int = 0,
+    kinds: Sequence[type[Node]] = (),
+    seconds: float = 0.3,
 ) -> tuple[World, list[Node]]:
+    """A job trains. kinds: of the nodes, if some have no memory."""
     world = World()
-    agents = [Node(world, e, ranks=ranks, nodes=nodes, replica=replica, spares=spares) for e in range(nodes)]
+    agents = [
+        kind(world, element, ranks=ranks, nodes=nodes, replica=replica, spares=spares)
+        for element, kind in enumerate(kinds or [Node] * nodes)
+    ]
     for agent in agents:
         agent.settings = wire.msgspec.structs.replace(agent.settings, copies=copies, block=block)
-        agent.register()
-        agent.ready()
-    world.run(0.3)
-    assert world.job().phase == "running"
-    return world, agents
-
-
-def mixed(kinds: list[type[Node]], copies: int = 1, **settings) -> tuple[World, list[Node]]:
-    """Nodes with a memory, and nodes without."""
-    world = World()
-    agents = [kind(world, e, nodes=len(kinds), **settings) for e, kind in enumerate(kinds)]
-    for agent in agents:
-        agent.settings = wire.msgspec.structs.replace(agent.settings, copies=copies)
     come(agents)
-    world.run(2.0)
+    world.run(seconds)
     assert world.job().phase == "running"
     return world, agents
+
+
+def mixed(kinds: list[type[Node]], **job: int) -> tuple[World, list[Node]]:
+    """Nodes with a memory, and nodes without."""
+    return started(len(kinds), kinds=kinds, seconds=2.0, **job)
 
 
 def elements(order: wire.Cut) -> list[int]:
@@ -144,7 +148,7 @@ def test_a_copy_goes_to_a_block_behind_another_switch():
 @pytest.mark.parametrize(("nodes", "ranks", "copies"), [(3, 2, 1), (16, 8, 1), (4, 2, 2), (16, 8, 12)])
 def test_all_places_of_a_node_are_copied_to_the_same_others(nodes: int, ranks: int, copies: int):
     """Defect: each place had a target of its own, and a node gives all that it has to all of its targets."""
-    _, agents = started(nodes, nodes * ranks, ranks, copies)
+    _, agents = started(nodes, nodes * ranks, ranks, copies=copies)
     given = [elements(agent.orders(wire.Cut)[0]) for agent in agents]
     assert [len(set(to) - {giver}) for giver, to in enumerate(given)] == [copies] * nodes
     taken = Counter(each for to in given for each in to)
@@ -186,10 +190,7 @@ def test_the_nodes_behind_one_switch_give_their_copies_to_as_many_behind_others(
 
 
 def test_a_hot_spare_is_given_what_its_ranks_would_take_but_not_where_it_fails_with_the_giver():
-    world = World()
-    agents = [Node(world, e, nodes=5, replica=4, spares=1) for e in range(5)]
-    come(agents)
-    world.run(2.0)
+    world, agents = started(5, 4, spares=1, seconds=2.0)
     assert sorted(world.job().members) == [0, 1, 2, 3]
     first = agents[0].orders(wire.Cut)[-1].iteration
     assert [elements(agent.orders(wire.Cut)[-1]) for agent in agents] == [[4], [2], [3], [0], []]
@@ -566,10 +567,7 @@ def test_the_last_node_of_a_place_is_lost_and_its_copy_is_got_from_the_other():
 
 def test_whoever_does_not_give_an_image_is_not_asked_again_while_another_one_has_it():
     """Its agent lives, but nothing goes between the two."""
-    world = World()
-    agents = [Node(world, e, nodes=3, replica=2, spares=1) for e in range(3)]
-    come(agents)
-    world.run(2.0)
+    world, agents = started(3, 2, spares=1, seconds=2.0)
     for agent in (agents[0], agents[2]):
         agent.has(40, 0, 1)
     agents[1].silent = True
@@ -723,10 +721,7 @@ def test_a_job_that_has_grown_to_enough_replicas_lets_go_of_its_copies(fourth: t
 
 
 def test_silent_holders_are_waited_for_no_longer_than_the_work_that_a_copy_lacks():
-    world = World()
-    agents = [Node(world, e, nodes=3, replica=2, spares=1) for e in range(3)]
-    come(agents)
-    world.run(0.3)
+    world, agents = started(3, 2, spares=1)
     for iteration in range(12):
         world.iterate("1", iteration)
     for agent in agents:

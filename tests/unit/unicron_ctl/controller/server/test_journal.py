@@ -17,6 +17,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from tests.support.processes import undated
+from tests.support.scenarios import trained
 from tests.support.world import FakeSlurm, World
 from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.server import event_lines, journal
@@ -150,10 +151,7 @@ def test_what_was_done_about_a_failure_and_what_job_came_is_in_the_line(
 
 
 def test_a_real_failure_and_what_follows_is_told_with_job_node_event_time_and_level() -> None:
-    world = World(FakeSlurm(4))
-    world.slurm.submit("1", 3)
-    agents = world.start_job(nodes=3)
-    world.run(3.0)
+    world, agents = trained(3, 1, seconds=3.0)
     agents[0].die(0, 1, last_line="CUDA error: uncorrectable ECC error encountered")
     world.run(5.0)
     world.core.append("1", 1, records.SlurmAction(action="requeue", element=0, node="", reason="leaves its node"))
