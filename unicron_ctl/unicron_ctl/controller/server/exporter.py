@@ -108,28 +108,28 @@ class Exporter:
         if not self._turn.acquire(timeout=SCRAPE_SECONDS):
             raise TimeoutError(BEHIND)
         try:
-            at, found = self._answer
+            at, metrics = self._answer
             if time.monotonic() - at >= FRESH_SECONDS:
                 answer: Future[Sequence[Metric]] = Future()
                 self.asked.put(answer)
-                found = answer.result(SCRAPE_SECONDS)
-                self._answer = time.monotonic(), found
-            return found
+                metrics = answer.result(SCRAPE_SECONDS)
+                self._answer = time.monotonic(), metrics
+            return metrics
         finally:
             self._turn.release()
 
-    def answer(self, made: Callable[[], Iterable[Metric]]) -> None:
-        """Answers all waiting requests at once. The loop calls this."""
+    def answer(self, read: Callable[[], Iterable[Metric]]) -> None:
+        """Answers all waiting requests at once with what `read` returns. The loop calls this."""
         if not (waiting := self.asked.take_all()):
             return
         try:
-            found = list(made())
+            metrics = list(read())
         except Exception as error:  # a request must not end the controller
             for asked in waiting:
                 asked.set_exception(error)
         else:
             for asked in waiting:
-                asked.set_result(found)
+                asked.set_result(metrics)
 
     def close(self) -> None:
         """Takes no more requests."""
