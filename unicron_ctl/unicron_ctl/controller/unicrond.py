@@ -34,7 +34,7 @@ from unicron_ctl.shared.settings import limits
 from unicron_ctl.shared.settings.config import Config, listen_problem, port_notes, rule_values
 from unicron_ctl.shared.settings.config_file import examine, refuse, without_notify
 from unicron_ctl.shared.settings.places import state_dir
-from unicron_ctl.shared.slurm.slurm_client import SlurmClient
+from unicron_ctl.shared.slurm import CommandLineClient, SlurmClient, SlurmError, choose_client
 from unicron_ctl.shared.system import descriptors
 from unicron_ctl.shared.system.addresses import endpoint
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
@@ -97,10 +97,10 @@ def unicrond(
     if listen and (problem := listen_problem(listen)):
         raise UserError(f"--listen: {problem}", WRONG_USE)
     read = partial(examine, config_path, listen=listen)
-    config, found = read()
+    config, problems = read()
     if check:
-        return report(config, found)
-    accept(config, found)
+        return report(config, problems)
+    accept(config, problems)
     for line in port_notes(config.controller):
         log.warning("%s", line)
     folder = Path(state) if state else state_dir(config)
@@ -112,10 +112,9 @@ def unicrond(
     try:
         lead(config, read, folder, client, notifier)
     except LogDamaged as error:
-        kept = replace_damaged(folder, error.why)
-        log.error(
-            "%s was damaged (%s): it is in %s, and a new one begins; jobs are adopted", error.path, error.why, kept
-        )
+        moved_to = replace_damaged(folder, error.why)
+        text = "%s was damaged (%s): it is in %s, and a new one begins; jobs are adopted"
+        log.error(text, error.path, error.why, moved_to)
         lead(config, read, folder, client, notifier)
     return 0
 
@@ -137,18 +136,18 @@ def lead(config: Config, read: Read, folder: Path, client: SlurmClient | None, n
         claimed.close()
 
 
-def accept(config: Config, found: Sequence[str]) -> None:
-    """Says what is wrong with [notify], whose other targets are told all the same. Raises UserError for all else."""
-    refuse(config.path, without_notify(found))
-    for line in found:
+def accept(config: Config, problems: Sequence[str]) -> None:
+    """Logs the problems of [notify], whose other targets are told all the same. Raises UserError for any other."""
+    refuse(config.path, without_notify(problems))
+    for line in problems:
         log.error("%s: %s; until that is mended, it is left out", config.path, line)
 
 
 def read_again(config: Config, read: Read) -> Config:
-    """The configuration as it is by now, or the same if that is wrong. What this listens at stays as it was."""
+    """Returns the configuration as it is by now, or the old one if the new one is wrong. Addresses stay the same."""
     try:
-        fresh, found = read()
-        accept(fresh, found)
+        fresh, problems = read()
+        accept(fresh, problems)
     except UserError as error:
         log.error("the configuration was not read again, and the old one stays: %s", error)
         return config
@@ -156,16 +155,16 @@ def read_again(config: Config, read: Read) -> Config:
     return fresh
 
 
-def report(config: Config, found: list[str]) -> int:
+def report(config: Config, problems: list[str]) -> int:
     """Prints for `--check` every problem, or the rules with their values. Returns the exit status."""
     where = config.path or "defaults"
     try:
         encryption.public_key({}, config)
     except UserError as error:
-        found = [*found, str(error).removeprefix(f"{config.path}: ")]
-    for line in found:
+        problems = [*problems, str(error).removeprefix(f"{config.path}: ")]
+    for line in problems:
         print_text(f"{PROGRAM}: {where}: {line}", err=True)
-    if found:
+    if problems:
         return WRONG_USE
     for line in port_notes(config.controller):
         print_text(f"{PROGRAM}: {where}: {line}", err=True)
@@ -207,8 +206,8 @@ def serve(
     def reload() -> None:
         notifier.reloading()
         try:
-            fresh, found = read()
-            accept(fresh, found)
+            fresh, problems = read()
+            accept(fresh, problems)
             server.apply_config(fresh, fresh.classifier())
         except UserError as error:
             server.keep_config(str(error))
@@ -217,8 +216,8 @@ def serve(
     server.reload = reload
     server.watchdog = notifier.watchdog
     server.catch_signals()
-    written = store.path.with_name("address")
-    write_whole(written, server.address + "\n")
+    address_file = store.path.with_name("address")
+    write_whole(address_file, server.address + "\n")
     server.record_start()
     journal.announce(PROGRAM, f"listening on {server.address}")
     notifier.ready()
@@ -227,7 +226,7 @@ def serve(
     finally:
         notifier.stopping()
         if tenure.valid:  # else it is another's
-            written.unlink(missing_ok=True)
+            address_file.unlink(missing_ok=True)
         server.close()
         if renewal is not None:
             renewal.close()
@@ -252,21 +251,15 @@ def keep_lease(config: Config, claimed: Claim, tenure: Tenure, server: Server) -
 
 def slurm_client(config: Config) -> SlurmClient | None:
     """The client of the configured backend; None for a controller without Slurm."""
-    from unicron_ctl.shared.slurm import CommandLineClient
-
-    match config.controller.slurm:
-        case "none":
-            return None
-        case "command":
-            return CommandLineClient(timeout=config.controller.slurm_timeout)
-        case _:
-            from unicron_ctl.shared.slurm import SlurmError, choose_client
-
-            try:
-                return choose_client(timeout=config.controller.slurm_timeout)
-            except SlurmError as error:  # it may come up later; until then every poll says what is wrong
-                log.warning("Slurm does not answer yet: %s", error)
-                return CommandLineClient(timeout=config.controller.slurm_timeout)
+    backend, seconds = config.controller.slurm, config.controller.slurm_timeout
+    if backend == "none":
+        return None
+    if backend == "auto":
+        try:
+            return choose_client(timeout=seconds)
+        except SlurmError as error:  # it may come up later; until then every poll says what is wrong
+            log.warning("Slurm does not answer yet: %s", error)
+    return CommandLineClient(timeout=seconds)
 
 
 def main() -> None:

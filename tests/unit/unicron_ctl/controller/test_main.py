@@ -160,6 +160,7 @@ def test_a_life_from_start_to_stop(
         ("[notify]\nsecrets = '/mnt/not-yet/secrets'", "/mnt/not-yet/secrets"),
         ("[notify]\nsecrets = 'secrets'", "absolute path"),
         ("[notify]\nmail = ['ops']", "no address of mail"),
+        ('[notify]\nmail = ["a@b\\nBcc: c@d"]', "no address of mail"),
         ("[notify]\nmail = ['ops@a']\nsmtp = 'mail'", "HOST:PORT"),
         ("[notify]\nmail = 'ops@a'", "mail: Expected `array`"),
         ("[notify]\nmost_per_hour = 0", "most_per_hour"),

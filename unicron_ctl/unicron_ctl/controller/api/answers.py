@@ -19,7 +19,6 @@ from unicron_ctl.controller.core.core import Core
 from unicron_ctl.controller.job import injection
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job_state import Failure
-from unicron_ctl.controller.model.view import Outcome
 from unicron_ctl.controller.nodes import isolation, readmission
 from unicron_ctl.controller.plan import planning
 from unicron_ctl.controller.plan.inputs import inputs, usable_nodes, why_fixed
@@ -51,8 +50,8 @@ RELEASE = release()  # read at the start: an upgrade may replace the installed f
 def answer(core: Core, store: Store, what: str, args: Mapping[str, Any], asker: Asker) -> Any:
     """Return the answer to a question. Raises Unanswerable."""
     if what not in QUESTIONS:
-        known = ", ".join(sorted(QUESTIONS))
-        raise Unanswerable(f"this controller does not know the question {what!r}: it knows {known}")
+        names = ", ".join(sorted(QUESTIONS))
+        raise Unanswerable(f"this controller does not know the question {what!r}: it knows {names}")
     kind, function = QUESTIONS[what]
     try:
         question = msgspec.convert(args, kind)
@@ -139,12 +138,12 @@ def events(core: Core, store: Store, question: EventsQuestion, asker: Asker) -> 
     """Return the log after an id, or its end. If it does not fit into one answer, an item of the kind CUT stands for
     the rest, with the id of the event up to which the log was read."""
     after = question.after
-    found = store.tail(after, question.limit, _event_filter(core, question, asker))
-    items = [event.as_dict() for event in found.events]
-    if found.cut:
+    tail = store.tail(after, question.limit, _event_filter(core, question, asker))
+    items = [event.as_dict() for event in tail.events]
+    if tail.cut:
         reason = f"{'later' if after else 'earlier'} events are left out: they are too much for one answer"
-        items.insert(len(items) if after else 0, _item(*found.cut, schema.CUT, reason))
-    if question.mark and not (after and (found.cut or len(items) >= question.limit)):
+        items.insert(len(items) if after else 0, _item(*tail.cut, schema.CUT, reason))
+    if question.mark and not (after and (tail.cut or len(items) >= question.limit)):
         items.append(_item(core.state.last_event, core.now, schema.READ, ""))
     return items
 
@@ -181,12 +180,12 @@ def _jobs_of_events(core: Core, question: EventsQuestion, asker: Asker) -> set[s
     every = asker.reads_all and not (name or question.user)
     if every and not question.partition:
         return None
-    found = {
+    wanted = {
         job.job
         for job in readable
         if name in (None, job.job) and (not question.partition or question.partition in partitions(core, job, asker))
     }
-    return found | {""} if every else found
+    return wanted | {""} if every else wanted
 
 
 def _nodes_of_no_job(core: Core, partition: str, names: frozenset[str] | None) -> frozenset[str] | None:
@@ -209,15 +208,15 @@ def explain(core: Core, store: Store, question: ExplainQuestion, asker: Asker) -
 def _job_id(core: Core, text: str, asker: Asker) -> str:
     """Find a job by its id, or by a name that is unique among the living jobs that the asker may see. Raises
     Unanswerable."""
-    seen = {state.job: state for state in privacy.visible(core.view, asker)}
-    if text in seen:
+    visible = {state.job: state for state in privacy.visible(core.view, asker)}
+    if text in visible:
         return text
-    named = [state for state in seen.values() if state.settings.name == text]
+    named = [state for state in visible.values() if state.settings.name == text]
     living = [state for state in named if not state.ended] or named[-1:]
     if len(living) == 1:
         return living[0].job
-    known = ", ".join(sorted(seen)) or "none yet"
-    raise Unanswerable(f"{'several jobs are' if living else 'no job is'} called {text[:100]!r}: jobs are {known}")
+    ids = ", ".join(sorted(visible)) or "none yet"
+    raise Unanswerable(f"{'several jobs are' if living else 'no job is'} called {text[:100]!r}: jobs are {ids}")
 
 
 def inject(core: Core, store: Store, order: InjectOrder, asker: Asker) -> schema.Injection:
@@ -255,8 +254,7 @@ def pause(core: Core, store: Store, order: PauseOrder, asker: Asker) -> schema.P
     # A duration, not a time of day, which would be in the controller's time zone.
     how_long = f"for {timedelta(seconds=round(order.seconds))}" if order.seconds else "until it is resumed"
     reason = f"{_whole(order.partition)} {how_long}: {asker} has asked for it"
-    record = records.ActionsPaused(partition=order.partition, until=until, reason=reason)
-    core.carry_out(Outcome(records=[("", 0, record)]))
+    core.append("", 0, records.ActionsPaused(partition=order.partition, until=until, reason=reason))
     return _pause_state(core)
 
 
@@ -266,8 +264,7 @@ def resume(core: Core, store: Store, order: ResumeOrder, asker: Asker) -> schema
     if core.state.is_paused("", core.now) and order.partition:
         raise Unanswerable(f"all partitions are paused, not {order.partition} alone: `unicronctl resume` ends it")
     reason = f"{_whole(order.partition)}: {asker} has asked for it"
-    record = records.ActionsResumed(partition=order.partition, reason=reason)
-    core.carry_out(Outcome(records=[("", 0, record)]))
+    core.append("", 0, records.ActionsResumed(partition=order.partition, reason=reason))
     return _pause_state(core)
 
 
@@ -296,15 +293,15 @@ def scenario(core: Core, store: Store, question: NoArguments, asker: Asker) -> s
     """Return the planner's present input as a scenario (unicron_planner/problem/scenario.py)."""
     config, seen = core.config, core.view.slurm.seen
     running = [state for state in core.state.jobs.values() if not state.over and not why_fixed(core.view, state)]
-    found = inputs(core.view, running)
-    rates = [i.rate / i.measured_nodes for i in found if i.rate and i.measured_nodes]
+    planned = inputs(core.view, running)
+    rates = [i.rate / i.measured_nodes for i in planned if i.rate and i.measured_nodes]
     usual = sum(rates) / len(rates) if rates else planning.NOMINAL_RATE
     cluster = schema.ScenarioCluster(
-        nodes=len(usable_nodes(core.view, seen, running)) if seen else sum(i.nodes for i in found),
+        nodes=len(usable_nodes(core.view, seen, running)) if seen else sum(i.nodes for i in planned),
         mtbf_node_hours=config.mtbf_node_hours,
         transition_seconds=config.transition_seconds,
     )
-    shown = [i for i in found if not privacy.hidden(core.view, core.state.jobs[i.job], asker)]
+    shown = [i for i in planned if not privacy.hidden(core.view, core.state.jobs[i.job], asker)]
     return schema.Scenario(cluster=cluster, job=[_scenario_job(core, i, usual, asker) for i in shown])
 
 
@@ -327,8 +324,8 @@ def _scenario_job(core: Core, i: planning.JobInput, usual: float, asker: Asker) 
         job.layout, job.transition = i.layout, {"restart": i.restart_seconds}
     else:
         job.flops = _sizes(i, planning.throughput(i, usual))
-    if saved := planning.spares(i, usual, core.config.mtbf_node_hours):
-        job.spares = _sizes(i, saved)
+    if spares := planning.spares(i, usual, core.config.mtbf_node_hours):
+        job.spares = _sizes(i, spares)
     return job
 
 
@@ -340,16 +337,16 @@ def report(core: Core, store: Store, question: ReportQuestion, asker: Asker) -> 
     """Report on the last `seconds`: failures by cause, their cost, and what healing saved."""
     since = core.now - question.seconds
     own = None if asker.reads_all else {job.job for job in core.state.jobs.values() if asker.owns(job)}
-    found = store.since(week.KINDS, since, jobs=own)
+    part = store.since(week.KINDS, since, jobs=own)
     # Without healing a failure costs half the time between two checkpoints, and a start of the processes.
     spared_seconds = core.config.checkpoint_seconds / 2.0 + core.config.replacement_seconds
-    made = week.week(found.events, since, core.now, spared_seconds)
-    made.cut_at = found.cut[1] if found.cut else None
+    answer = week.week(part.events, since, core.now, spared_seconds)
+    answer.cut_at = part.cut[1] if part.cut else None
     if asker.reads_all:
-        made.observed = observed_lines(core, store)
+        answer.observed = observed_lines(core, store)
     else:
-        made.nodes = []
-    return made
+        answer.nodes = []
+    return answer
 
 
 def observed_lines(core: Core, store: Store) -> list[str]:

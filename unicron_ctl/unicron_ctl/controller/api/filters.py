@@ -37,16 +37,16 @@ def checked_nodes(core: Core, wanted: Filters, asker: Asker, partitions: Iterabl
     names = hosts(wanted.nodes) if _HOST_LIST.fullmatch(wanted.nodes) else []
     if not names:
         raise Unanswerable(f"{wanted.nodes[:100]!r} is no list of nodes: write n1, or n[1-8,12],m3")
-    seen = known_nodes(core, asker)
-    if strange := next((name for name in names if name not in seen), ""):
-        raise Unanswerable(f"no node is called {strange[:100]!r}{near(strange, seen, 'nodes')}")
+    visible = known_nodes(core, asker)
+    if unknown := next((name for name in names if name not in visible), ""):
+        raise Unanswerable(f"no node is called {unknown[:100]!r}{near(unknown, visible, 'nodes')}")
     return frozenset(names)
 
 
 def check_partition(name: str, partitions: Iterable[str]) -> None:
     """Raises Unanswerable for a partition that does not exist. name: "" for all."""
-    if name and name not in (known := set(partitions)):
-        raise Unanswerable(f"there is no partition {name[:100]!r}{near(name, known, 'partitions')}")
+    if name and name not in (existing := set(partitions)):
+        raise Unanswerable(f"there is no partition {name[:100]!r}{near(name, existing, 'partitions')}")
 
 
 def near(word: str, known: Collection[str], what: str) -> str:
@@ -56,8 +56,8 @@ def near(word: str, known: Collection[str], what: str) -> str:
     if len(ordered) > MOST_COMPARED:  # only the neighbours: comparing all would take seconds
         first = max(0, bisect(ordered, word) - MOST_COMPARED // 2)
         compared = ordered[first : first + MOST_COMPARED]
-    if found := difflib.get_close_matches(word[:100], compared, 1):
-        return f": did you mean {found[0]}?"
+    if matches := difflib.get_close_matches(word[:100], compared, 1):
+        return f": did you mean {matches[0]}?"
     few = ", ".join(ordered[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
     return f": {what} are {few or 'none yet'}"
 
@@ -108,7 +108,7 @@ def nodes(
 def failures(
     listed: Iterable[Failure], wanted: Filters, names: Collection[str] | None, jobs: Iterable[schema.Job]
 ) -> Iterator[Failure]:
-    """Yields the wanted failures. names: of nodes, None for all. jobs: the wanted jobs."""
+    """Yield the wanted failures. names: of nodes, None for all. jobs: the wanted jobs."""
     chosen = {job.job for job in jobs}
     for failure in listed:
         on_node = names is None or failure.record.node in names
@@ -119,8 +119,8 @@ def failures(
 
 def kinds(text: str) -> list[str]:
     """Return the kinds of events that the text names. Raises Unanswerable."""
-    found = [word.replace("-", "_") for word in text.split()]
-    for word in found:
-        if word not in records.KINDS:
-            raise Unanswerable(f"no event is of kind {word[:100]!r}{near(word, records.KINDS, 'kinds')}")
-    return found
+    names = [word.replace("-", "_") for word in text.split()]
+    for name in names:
+        if name not in records.KINDS:
+            raise Unanswerable(f"no event is of kind {name[:100]!r}{near(name, records.KINDS, 'kinds')}")
+    return names

@@ -21,8 +21,8 @@ from unicron_detector.words import plural
 
 def visible_jobs(core: Core, asker: Asker, brief: bool = False) -> list[schema.Job]:
     """Return all jobs that the asker may know, the ended ones last. brief: without their elements."""
-    found = privacy.visible(core.view, asker)
-    return [privacy.of_job(core.view, state, job_answer(core, state, asker, brief), asker) for state in found]
+    visible = privacy.visible(core.view, asker)
+    return [privacy.of_job(core.view, state, job_answer(core, state, asker, brief), asker) for state in visible]
 
 
 def job_answer(core: Core, state: JobState, asker: Asker, brief: bool = False) -> schema.Job:
@@ -124,7 +124,7 @@ def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
     size = view.replica
     kept = ("standby", "stopped") if state.phase is Phase.FORMING else ("standby",)
     standbys = [slot for _, slot, status in view.all_ranks() if status.state in kept] if size > 1 else []
-    found = spares.standing(view) if not state.over else {}
+    standing = spares.standing(view) if not state.over else {}
     return schema.JobBase(
         job=state.job,
         name=state.settings.name,
@@ -138,9 +138,9 @@ def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
         replica=size,
         replicas=len(state.members) // size if not state.ended else 0,
         standbys=standbys if not state.ended else [],
-        spares=[schema.Spare(element=e, node=view.agents[e].node, state=how) for e, how in found.items()],
+        spares=[schema.Spare(element=e, node=view.agents[e].node, state=how) for e, how in standing.items()],
         spares_wanted=state.settings.spares,
-        spares_ready=sum(how == "ready" for how in found.values()),
+        spares_ready=sum(how == "ready" for how in standing.values()),
         ended=plain(state.ended, schema.Ending) if state.ended else None,
         set_aside=state.set_aside,
         waits=state.waits or (short.reason if (short := shortage(core.view, state)) is not None else ""),
@@ -155,13 +155,13 @@ def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
 
 def _blocks(state: JobState) -> list[str]:
     """Describe the elements that have had agents: each with its nodes and why an agent is gone."""
-    found: dict[int, list[AgentRecord]] = {}
+    blocks: dict[int, list[AgentRecord]] = {}
     for element, agent in sorted(state.agents.items()):
-        found.setdefault(state.block_of(element), []).append(agent)
+        blocks.setdefault(state.block_of(element), []).append(agent)
     return [
         f"{state.job}_{block} {','.join(agent.node for agent in agents)}"
         + "".join(f" ({agent.node}: {agent.gone})" for agent in agents if agent.gone)
-        for block, agents in found.items()
+        for block, agents in blocks.items()
     ]
 
 
@@ -173,7 +173,7 @@ def _silent(core: Core, state: JobState) -> list[str]:
 
 def _elements(core: Core, state: JobState) -> list[schema.Element]:
     view = core.view.job(state)
-    found = []
+    elements = []
     for element, record in sorted(state.agents.items()):
         agent = view.agents.get(element)
         statuses = [(slot, view.status(slot)) for slot in record.slots] if agent is not None else []
@@ -192,7 +192,7 @@ def _elements(core: Core, state: JobState) -> list[schema.Element]:
             for slot, s in statuses
             if s is not None
         ]
-        one = schema.Element(
+        answer = schema.Element(
             element=element,
             node=record.node,
             agent=record.agent,
@@ -201,12 +201,11 @@ def _elements(core: Core, state: JobState) -> list[schema.Element]:
             copies_failed=agent.status.unmoved if agent is not None else 0,
             ranks=ranks,
         )
-        found.append(one)
-    return found
+        elements.append(answer)
+    return elements
 
 
 def _planned_with(core: Core, state: JobState) -> list[JobState]:
-    """Return the jobs that share a plan with this one."""
     acts = permission.acts(core.view, state)
     jobs = (job for job in core.state.jobs.values() if not job.over and not why_fixed(core.view, job))
     return [job for job in jobs if permission.acts(core.view, job) is acts]

@@ -52,11 +52,11 @@ class _Facts(NamedTuple):
 
 
 def _node(core: Core, name: str, facts: _Facts, asker: Asker, brief: bool) -> schema.Node:
-    info, view, known = facts.infos.get(name), facts.agents.get(name), core.state.nodes.get(name)
+    info, view, state = facts.infos.get(name), facts.agents.get(name), core.state.nodes.get(name)
     of_agent = [f"{view.job}_{view.element}"] if view else []
     checks, metrics, last_event = schema.NodeChecks(), dict[str, float](), None
     if asker.reads_all:
-        checks, last_event = readmission.node_checks(core.view, core.slurm.gate, name), _last_event(known)
+        checks, last_event = readmission.node_checks(core.view, core.slurm.gate, name), _last_event(state)
         metrics = _metrics(core, view) if view and not brief else {}
     return schema.Node(
         node=name,
@@ -65,8 +65,8 @@ def _node(core: Core, name: str, facts: _Facts, asker: Asker, brief: bool) -> sc
         healthy=info.healthy if info else view is not None,
         reason=info.reason if info else "",
         used_by=facts.users.get(name, of_agent),
-        downed_by_unicron=bool(known and known.downed),
-        lost_at=known.lost_at or None if known else None,
+        downed_by_unicron=bool(state and state.downed),
+        lost_at=state.lost_at or None if state else None,
         last_heard=view.last_heard if view else None,
         asked_since=facts.asked.get(name),
         anomalies=facts.anomalies.get(name, []),
@@ -88,34 +88,32 @@ def _users(elements: Iterable[ElementInfo]) -> dict[str, list[str]]:
 
 def _waiting(core: Core) -> dict[str, dict[str, str]]:
     """Return by node: the hot spares on it, each as JOB_ELEMENT -> ready or starting."""
-    found: dict[str, dict[str, str]] = {}
+    waiting: dict[str, dict[str, str]] = {}
     for state in core.state.jobs.values():
         view = core.view.job(state)
         for element, how in (spares.standing(view) if not state.over else {}).items():
-            found.setdefault(view.agents[element].node, {})[state.label(element)] = how
-    return found
+            waiting.setdefault(view.agents[element].node, {})[state.label(element)] = how
+    return waiting
 
 
-def _last_event(known: NodeState | None) -> schema.NodeEvent | None:
-    """Return the last event that the node's kernel, memory cgroup or links reported."""
-    if known is None or not known.events:
+def _last_event(state: NodeState | None) -> schema.NodeEvent | None:
+    if state is None or not state.events:
         return None
-    last = known.events[-1]
+    last = state.events[-1]
     return msgspec.convert(asdict(last.said) | {"time": last.time}, schema.NodeEvent)
 
 
 def _anomalies_of_nodes(core: Core) -> dict[str, list[schema.Anomaly]]:
     """Return the present anomalies of all jobs, by node."""
-    found: dict[str, list[schema.Anomaly]] = {}
+    by_node: dict[str, list[schema.Anomaly]] = {}
     for job in core.runtimes:
         for item in anomalies(core, job):
             for name in item.nodes:
-                found.setdefault(name, []).append(item)
-    return found
+                by_node.setdefault(name, []).append(item)
+    return by_node
 
 
 def _metrics(core: Core, view: AgentView) -> dict[str, float]:
-    """Return the agent's last measurements of its node."""
     runtime = core.runtimes.get(view.job)
     sample = runtime.sensors.peers.samples.get(view.element) if runtime else None
     return sample.values if sample else {}

@@ -135,11 +135,10 @@ class Core:
                 runtime.sensors.peers = outliers.JobPeers()
 
     def runtime(self, job: JobState) -> JobRuntime:
-        """The volatile knowledge about the job."""
-        found = self.runtimes.get(job.job)
-        if found is None:
-            found = self.runtimes[job.job] = JobRuntime.for_job(self.view.job(job), self.config)
-        return found
+        """Returns the volatile knowledge about the job."""
+        if job.job not in self.runtimes:
+            self.runtimes[job.job] = JobRuntime.for_job(self.view.job(job), self.config)
+        return self.runtimes[job.job]
 
     # ------------------------------------------------------------ the door
     def append(self, job: str, generation: int, record: Record) -> Event:
@@ -163,7 +162,7 @@ class Core:
         return event
 
     def carry_out(self, outcome: Outcome) -> bool:
-        """Carries out a decider's outcome. False if it is empty."""
+        """Carries out a decider's outcome. Returns False if it is empty."""
         if outcome.hurry:
             self.slurm.hurry(self.now)
         if not outcome:
@@ -212,8 +211,8 @@ class Core:
             return
         self._dirty.add(finding.job)
         if finding.what in (What.HANG, What.COLLECTIVE):
-            known = self.view.job(job)
-            self.carry_out(network_partitions.start_survey(self.view, known, known.survey, finding.slots))
+            live = self.view.job(job)
+            self.carry_out(network_partitions.start_survey(self.view, live, live.survey, finding.slots))
         if finding.what is What.HANG and not finding.seen:
             iterations.on_hang_recorded(self.runtime(job).sensors.iterations, finding, job.failures[-1].id)
 
@@ -244,8 +243,8 @@ class Core:
         elif isinstance(record, records.JobEnded):
             self.runtimes.pop(name, None)
             self._observed = {key for key in self._observed if key[0] != name}
-            for known in [known for known in self.view.live.jobs if known not in self.state.jobs]:
-                self.forget(known)
+            for gone in self.view.live.jobs.keys() - self.state.jobs.keys():
+                self.forget(gone)
         if not job.over:
             self.runtime(job).on_phase_changed(record)
         self.turns.begun.add(name)

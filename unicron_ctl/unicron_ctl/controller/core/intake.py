@@ -26,18 +26,19 @@ HINT_SECONDS = 0.5  # between two questions to one agent because of hints
 # Questions to agents, with early listings of Slurm, because of all hints together, a second and at once: anybody can
 # send a hint, and each question goes to witnesses, too.
 HINTS = 0.5, 4.0
+AgentMessage = wire.Metrics | wire.ReachAnswer | wire.RecallAnswer | wire.NodeEvent
 
 
 class Intake:
-    """The core's part that reads messages. carry_out: the core's. run_sensors: runs a job's sensors of an occasion."""
+    """The core's part that reads messages."""
 
     def __init__(
         self,
         view: View,
         runtime: Callable[[JobState], JobRuntime],
         node_events: judge_nodes.NodeEventQueue,
-        carry_out: Callable[[Outcome], bool],
-        run_sensors: Callable[[JobState, When], None],
+        carry_out: Callable[[Outcome], bool],  # the core's
+        run_sensors: Callable[[JobState, When], None],  # the turn's
         written: LogQuota,
     ) -> None:
         self._view, self._runtime, self._node_events, self._carry_out = view, runtime, node_events, carry_out
@@ -54,27 +55,12 @@ class Intake:
                 self._on_status(route, message, key)
             case wire.Steps():
                 self._on_steps(route, message, key)
-            case wire.Metrics():
+            case wire.Metrics() | wire.ReachAnswer() | wire.RecallAnswer() | wire.NodeEvent():
                 if (agent := self._of_agent(route, key, message)) is not None:
-                    job = self._view.state.jobs[message.job]
-                    if self._view.config.metrics_seconds and not job.over:
-                        self._runtime(job).sensors.peers.on_metrics(agent, message, self._view.now)
-            case wire.ReachAnswer():
-                if (agent := self._of_agent(route, key, message)) is not None:
-                    label = self._view.state.jobs[message.job].label(agent.element)
-                    probes.on_reached(self._view.suspicions, agent, label, message)
-                    network_partitions.on_reached(self._view.live.jobs[message.job].survey, agent, message)
-            case wire.RecallAnswer():
-                if (agent := self._of_agent(route, key, message)) is not None:
-                    adoption.take_in_plan(self._view.job(self._view.state.jobs[message.job]), agent, message)
-            case wire.NodeEvent():
-                if (agent := self._of_agent(route, key, message)) is not None:
-                    whose = self._view.state.jobs[message.job].owner
-                    room = self._written.allows(message.job, whose, self._view.now, OF_NODE_EVENTS)
-                    self._carry_out(judge_nodes.record_node_event(self._view, agent, message, self._node_events, room))
+                    self._on_agent_message(self._view.job(self._view.state.jobs[message.job]), agent, message)
             case wire.StackTrace() | wire.Timing() | wire.InjectRefused():
-                if (known := self._speaker(route, key, message.job, message.slot)) is not None:
-                    self._on_rank_message(known, message)
+                if (job := self._speaker(route, key, message.job, message.slot)) is not None:
+                    self._on_rank_message(job, message)
 
     # ------------------------------------------------------------ the sender
     def knows(self, message: wire.Message, key: str) -> bool:
@@ -90,16 +76,16 @@ class Intake:
         self,
         route: Route,
         key: str,
-        message: wire.Steps | wire.Metrics | wire.ReachAnswer | wire.RecallAnswer | wire.NodeEvent,
+        message: wire.Steps | AgentMessage,
     ) -> AgentView | None:
-        """The agent that sent the message, if it is authentic; its lease begins again."""
+        """Returns the agent that sent the message, if it is authentic; its lease begins again."""
         agent = self._view.live.agent(message.job, message.element)
         if agent is None or agent.agent != message.agent or message.job not in self._view.state.jobs:
             return None
         return agent if self._heard(agent, route, key) else None
 
     def _speaker(self, route: Route, key: str, name: str, slot: int) -> JobState | None:
-        """The job, if the message comes from the agent that has this slot."""
+        """Returns the job, if the message comes from the agent that has this slot."""
         job = self._view.state.jobs.get(name)
         agent = self._view.live.agent(name, job.element(slot)) if job else None
         if agent is None or slot not in agent.slots or (not key and agent.route != route):
@@ -116,7 +102,6 @@ class Intake:
 
     # ------------------------------------------------------------ agents
     def _on_replaced(self, job: JobState, before: AgentRecord) -> None:
-        """Takes in that another agent has taken the element of this one."""
         self._runtime(job).sensors.before = before
         self._run_sensors(job, When.REGISTERED)
         missed = self._view.job(job).missed
@@ -158,6 +143,21 @@ class Intake:
             self._run_sensors(state, When.LEAVING)
         self._note_changes(job, agent, changed)
 
+    def _on_agent_message(self, job: JobView, agent: AgentView, message: AgentMessage) -> None:
+        view, state = self._view, job.state
+        match message:
+            case wire.Metrics():
+                if view.config.metrics_seconds and not state.over:
+                    self._runtime(state).sensors.peers.on_metrics(agent, message, view.now)
+            case wire.ReachAnswer():
+                probes.on_reached(view.suspicions, agent, state.label(agent.element), message)
+                network_partitions.on_reached(job.survey, agent, message)
+            case wire.RecallAnswer():
+                adoption.take_in_plan(job, agent, message)
+            case wire.NodeEvent():
+                room = self._written.allows(message.job, state.owner, view.now, OF_NODE_EVENTS)
+                self._carry_out(judge_nodes.record_node_event(view, agent, message, self._node_events, room))
+
     def _note_notice(self, job: JobView, agent: AgentView) -> None:
         """Records that the agent's element will end, so that it leaves at the next boundary."""
         job.touched.add(agent.element)
@@ -171,7 +171,8 @@ class Intake:
         self._carry_out(out)
 
     def _refusal_of(self, state: JobState | None, message: wire.Status, key: str) -> wire.Message | None:
-        """The answer to the last agent of an element whose job has ended or is set aside; None if its status counts."""
+        """Returns the answer to the last agent of an element whose job has ended or is set aside; None if its status
+        counts."""
         record = state.agents.get(message.element) if state is not None else None
         if state is None or record is None or record.agent != message.agent or record.key != key:
             return None
@@ -277,7 +278,7 @@ class Intake:
         return out
 
     def _agent_of(self, hint: datagrams.Hint) -> AgentView | None:
-        """The agent of the task. A datagram has Slurm's own number of the element, and the node."""
+        """Returns the agent of the task. A datagram has Slurm's own number of the element, and the node."""
         job, live = self._view.state.jobs.get(hint.job), self._view.live
         if job is None:
             return None

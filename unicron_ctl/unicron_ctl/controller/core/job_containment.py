@@ -19,13 +19,11 @@ COMPLAIN_AGAIN, COMPLAINTS_KEPT = 60.0, 1000  # seconds; kinds
 
 
 class JobContainment:
-    """Sets jobs aside; one per core.
-
-    append: the core's. written: the log quotas of jobs and their owners.
-    """
+    """Sets jobs aside; one per core."""
 
     def __init__(self, view: View, append: Callable[[str, int, Record], Event], written: LogQuota) -> None:
-        self._view, self._append, self._written = view, append, written
+        self._view, self._append = view, append
+        self._written = written  # the log quotas of jobs and their owners
         self._complained: dict[str, float] = {}
         self._steps: Counter[str] = Counter()  # by job, since its last other record
 
@@ -54,34 +52,34 @@ class JobContainment:
     def set_aside(self, name: str, what: str, error: Exception) -> None:
         """Sets the job aside after an error in the handling of `what`; for an unknown job the error is only logged."""
         where = "".join(traceback.format_exception(error))[-2000:]
-        known = self._view.state.jobs.get(name)
-        if known is None:
+        job = self._view.state.jobs.get(name)
+        if job is None:
             self._complain(what, error, where)
             return
-        if known.set_aside:
+        if job.set_aside:
             return
         log.error("job %s is set aside after an error in the handling of %s: %r\n%s", name, what[:200], error, where)
         reason = (
             f"the controller cannot handle this job ({type(error).__name__}: {str(error)[:200]}) and leaves it alone; "
             "its ranks train on. Please report it with this record"
         )
-        self._append(name, known.generation, records.JobSetAside(input=what[:2000], where=where, reason=reason))
-        self._view.job(known).changed.clear()
+        self._append(name, job.generation, records.JobSetAside(input=what[:2000], where=where, reason=reason))
+        self._view.job(job).changed.clear()
 
     def enforce_quota(self, name: str) -> None:
         """Sets a job aside whose agents cause endless records, which would fill the disk."""
-        known = self._view.state.jobs.get(name)
-        if known is None or known.over or self._written.allows(name, known.owner, self._view.now):
+        job = self._view.state.jobs.get(name)
+        if job is None or job.over or self._written.allows(name, job.owner, self._view.now):
             return
-        most = f"{OF_A_JOB[1] / 1e6:g} MB for each of {max(1, len(known.agents))} elements"
-        if not self._written.owner_may(known.owner, self._view.now):
-            most = f"{OF_AN_OWNER[1] / 1e9:g} GB for all jobs of {known.settings.user}"
+        most = f"{OF_A_JOB[1] / 1e6:g} MB for each of {max(1, len(job.agents))} elements"
+        if not self._written.owner_may(job.owner, self._view.now):
+            most = f"{OF_AN_OWNER[1] / 1e9:g} GB for all jobs of {job.settings.user}"
         reason = (
             f"what its agents say has made more records than {most}: the controller leaves the job alone; its ranks "
             "train on"
         )
-        self._append(name, known.generation, records.JobSetAside(input="more than the log can hold", reason=reason))
-        self._view.job(known).changed.clear()
+        self._append(name, job.generation, records.JobSetAside(input="more than the log can hold", reason=reason))
+        self._view.job(job).changed.clear()
 
     def _complain(self, what: str, error: Exception, where: str) -> None:
         """Logs an error that belongs to no job, the same one once in a while."""

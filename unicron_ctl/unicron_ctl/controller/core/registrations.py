@@ -31,14 +31,13 @@ REFUSALS = 1 / 60, 100.0  # records of final refusals a second, and at once, of 
 
 
 class Registrations:
-    """Accepts registrations, each of which may wait for Slurm; one per core. carry_out: the core's. on_replaced: is
-    called when an agent has taken the place of another."""
+    """Accepts registrations, each of which may wait for Slurm; one per core."""
 
     def __init__(
         self,
         view: View,
-        carry_out: Callable[[Outcome], bool],
-        on_replaced: Callable[[JobState, AgentRecord], None],
+        carry_out: Callable[[Outcome], bool],  # the core's
+        on_replaced: Callable[[JobState, AgentRecord], None],  # called when an agent takes the place of another
         written: LogQuota,
     ) -> None:
         self._view, self._carry_out, self._on_replaced, self._written = view, carry_out, on_replaced, written
@@ -123,7 +122,6 @@ class Registrations:
             del self._of_user[request.asker.uid]
 
     def _put_off(self, request: Request, reason: str) -> None:
-        """Lets the agent try again later."""
         self._carry_out(Outcome(sends=[Send(request.route, wire.Refusal(reason=reason))]))
 
     def _refuse(self, request: Request, refused: wire.Refusal) -> None:

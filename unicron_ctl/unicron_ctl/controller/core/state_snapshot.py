@@ -42,12 +42,12 @@ DAMAGE_ERRORS = (ValueError, TypeError, NotImplementedError, msgspec.MsgspecErro
 
 
 def freeze(state: ClusterState) -> bytes:
-    """The state as bytes."""
+    """Return the state as bytes."""
     return _encoder.encode(state)
 
 
 def thaw(data: bytes, event: int) -> ClusterState:
-    """The state after that event. Raises one of DAMAGE_ERRORS for damaged bytes."""
+    """Return the state after that event. Raises one of DAMAGE_ERRORS for damaged bytes."""
     state = _decoder.decode(data)
     if state.last_event != event:
         raise ValueError(f"it is of event {state.last_event}, not {event}")
@@ -56,7 +56,8 @@ def thaw(data: bytes, event: int) -> ClusterState:
 
 
 def read_state(store: Store, progress: Progress = nothing) -> ClusterState:
-    """The state after all events of the log: from the newest saved state that can be read, else from the first event.
+    """Return the state after all events of the log, from the newest saved state that can be read, else from the first
+    event.
 
     progress: called now and then. Raises StoreError if there is nothing to begin with.
     """

@@ -34,12 +34,12 @@ class BrokenInvariant(Exception):
 
 
 class Turns:
-    """Takes each job's turns. runtime: the volatile knowledge about a job. carry_out, send: the core's."""
+    """Takes each job's turns."""
 
     def __init__(
         self,
         view: View,
-        runtime: Callable[[JobState], JobRuntime],
+        runtime: Callable[[JobState], JobRuntime],  # this and the next two are the core's
         carry_out: Callable[[Outcome], bool],
         send: Callable[[Send], None],
     ) -> None:
@@ -105,7 +105,7 @@ class Turns:
             view.touched.update(job.elements(job.hit(progress.blocked)))
 
     def _sense_changes(self, job: JobState, view: JobView) -> bool:
-        """Takes in the slots that changed. True if some needed a closer look."""
+        """Takes in the slots that changed. Returns whether some needed a closer look."""
         runtime = self._runtime(job)
         if not view.changed:
             return False
@@ -136,7 +136,7 @@ class Turns:
             self._send_orders(job)
 
     def _transit(self, job: JobState, view: JobView, trigger: Trigger) -> bool:
-        """One step of the job's state machine. False if the event changes nothing in this phase."""
+        """Makes one step of the job's state machine. Returns False if the event changes nothing in this phase."""
         action = ACTIONS[job.phase].get(trigger.event)
         return action is not None and self._carry_out(transitions.PERFORM[action](self._view, view, trigger))
 
@@ -155,7 +155,7 @@ class Turns:
                 runtime.outsiders.discard(slot)
 
     def _begin_phase(self, job: JobState, view: JobView) -> None:
-        """Has all members checked once, after the decisions have gone out."""
+        """Checks all members once, after the decisions have gone out."""
         if job.job in self.begun:
             self.begun.discard(job.job)
             if job.phase is not Phase.OFFERING:
@@ -202,7 +202,7 @@ class Turns:
             self._recheck(view, agent.element, self._order(agent, key, message))
 
     def _standing_orders(self, view: JobView) -> StandingOrders:
-        """The job's orders for all agents, made anew when they change."""
+        """Returns the job's orders for all agents, and makes them anew when they change."""
         job, arrivals = view.state, view.last_arrival
         if job.over:
             return StandingOrders(job)

@@ -16,14 +16,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from unicron_ctl.controller.model import healing_modes
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_state import Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication import nearest
 from unicron_ctl.controller.replication.receivers import NOBODY, passed_over, refusing
-from unicron_ctl.controller.replication.strategies import strategy_of
+from unicron_ctl.controller.replication.script_states import ScriptStates
+from unicron_ctl.controller.replication.shards import Shards
 from unicron_ctl.controller.replication.strategy import Pace, ReplicationStrategy, StoredState, with_memory
+from unicron_ctl.controller.replication.whole_states import WholeStates
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import ranges, structs, wire
 from unicron_ctl.shared.system.throttle import Throttle
@@ -37,47 +40,47 @@ MOST_LATE = 6  # doublings of that, if ranks heard of it too late
 REDIRECTS = 1 / 60, 12.0  # searches for other targets a second, and at once: all agents are told each result
 FAR = 10.0  # times the expected time: the limit of waiting for images, whatever their progress
 MOST_NAMED = 3  # places in a text
+SCRIPT_STATES, SHARDS, WHOLE_STATES = ScriptStates(), Shards(), WholeStates()
 
 
 @dataclass
 class Cuts:
     """The memory of one job's cuts; it is lost with the process."""
 
-    asked: int = -1
-    """The iteration of the last cut; it was named at `asked_at`."""
-    number: int = 0
-    asked_at: float = 0.0
-    late: int = 0
-    """How often in a row a cut came too late for ranks."""
-    moved: int = 0
-    """Bytes of images that all agents together had moved, and when they last rose."""
-    moved_at: float = 0.0
+    asked: int = -1  # the iteration of the last cut
+    number: int = 0  # of the last order
+    asked_at: float = 0.0  # when the last cut was named
+    late: int = 0  # cuts in a row that came too late for ranks
+    moved: int = 0  # bytes of images that all agents together had moved
+    moved_at: float = 0.0  # when they last rose
     passed_at: float = math.inf
     """When ranks were first seen past the last cut while a part of it was missing."""
-    good: int = -1
-    """The iteration from which the job can go on."""
+    good: int = -1  # the iteration from which the job can go on
     look_at: float = 0.0
-    there: tuple[object, ...] = ()
-    """The generation and the agents at the last check; they were there first at iteration `since`."""
-    since: int = 0
-    none: bool = False
-    """No copies should be kept."""
+    there: tuple[object, ...] = ()  # the generation and the agents at the last check
+    since: int = 0  # the iteration at which they were there first
+    none: bool = False  # no copies should be kept
     targets: dict[int, list[structs.Holder]] = field(default_factory=dict)
     """By element, the receivers of what it has."""
     refusing: dict[int, dict[str, str]] = field(default_factory=dict)
-    """By element, nodes that have refused its copies, and why, until it reports none. Others are chosen no sooner than
-    `redirect_at`, and as often as `redirects` allows."""
-    redirect_at: float = 0.0
+    """By element, nodes that have refused its copies, and why, until it reports none."""
+    redirect_at: float = 0.0  # no other receivers are chosen sooner
     redirects: Throttle = field(default_factory=lambda: Throttle(*REDIRECTS))
-    refused: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    refusals_on_record: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Giver's node -> nodes whose refusal is on record."""
-    unsaid: dict[tuple[str, str], str] = field(default_factory=dict)
+    refusals_to_record: dict[tuple[str, str], str] = field(default_factory=dict)
     """(giver's node, refusing node) -> why, for the next record."""
     without_memory: dict[int, list[str]] = field(default_factory=dict)
     """place -> nodes without a memory, because of which no copies are made."""
-    said: list[str] = field(default_factory=list)
-    """Those that are on record."""
+    gaps_on_record: list[str] = field(default_factory=list)  # such nodes
     pace: Pace = field(default_factory=Pace)
+
+
+def strategy_of(job: JobView) -> ReplicationStrategy:
+    """Return the strategy for the kind of state that the job's ranks keep."""
+    if job.state.mode is healing_modes.RESTART:
+        return SCRIPT_STATES
+    return SHARDS if job.sharded else WHOLE_STATES
 
 
 def cut_orders(
@@ -236,24 +239,25 @@ def _redirect(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts, w
         to, giver = {job.agents[one.element].node for one in found[element]}, job.agents[element].node
         again = not to.isdisjoint(cuts.refusing[element])
         then = "no other node has taken it, so it is tried again" if again else "another node gets it"
-        for node in sorted(nodes - cuts.refused[giver])[: ranges.MOST_PASSED_OVER - len(cuts.refused[giver])]:
-            cuts.refused[giver].add(node)
-            cuts.unsaid[giver, node] = f"{cuts.refusing[element][node]}; {then}"
+        recorded = cuts.refusals_on_record[giver]
+        for node in sorted(nodes - recorded)[: ranges.MOST_PASSED_OVER - len(recorded)]:
+            recorded.add(node)
+            cuts.refusals_to_record[giver, node] = f"{cuts.refusing[element][node]}; {then}"
 
 
 # ---------------------------------------------------------------- records
 def report_gaps(job: JobView, cuts: Cuts) -> Outcome:
     """Record, once, which nodes prevent copies, and which copies did not get through."""
-    nodes, out = sorted({node for found in cuts.without_memory.values() for node in found}), Outcome()
-    if nodes and nodes != cuts.said:
-        cuts.said, places = nodes, [*cuts.without_memory]
+    nodes, out = sorted({node for bare in cuts.without_memory.values() for node in bare}), Outcome()
+    if nodes and nodes != cuts.gaps_on_record:
+        cuts.gaps_on_record, places = nodes, [*cuts.without_memory]
         reason = (
             "no copies of the training state are made in other nodes: nothing is kept in the memory of "
             f"{first_of(nodes, ', ')}, and what is trained there alone (places {places[:MOST_NAMED]}) cannot be "
             "copied; the job's log says why"
         )
         out.record(job.state, records.NoCopies(nodes=nodes, places=places, reason=reason))
-    new, cuts.unsaid = [*cuts.unsaid.items()], {}
+    new, cuts.refusals_to_record = [*cuts.refusals_to_record.items()], {}
     if new:
         words = first_of([f"from {giver} to {node} ({why})" for (giver, node), why in new], ", ")
         reason = f"a copy of the training state did not get through {words}"

@@ -9,10 +9,9 @@ from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.live import Fetching, ImageRoute
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication import nearest
-from unicron_ctl.controller.replication.cuts import FAR, first_of
+from unicron_ctl.controller.replication.cuts import FAR, first_of, strategy_of
 from unicron_ctl.controller.replication.forming import FormableGeneration
 from unicron_ctl.controller.replication.receivers import holder_of
-from unicron_ctl.controller.replication.strategies import strategy_of
 from unicron_ctl.controller.replication.strategy import State
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.structs import RankStatus

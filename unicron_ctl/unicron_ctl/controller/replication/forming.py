@@ -15,16 +15,12 @@ from unicron_transition.generations import layout
 class FormableGeneration:
     """A generation that the ranks can form."""
 
-    members: list[int]
-    """Replica-major."""
+    members: list[int]  # replica-major
     joiners: list[int]
-    source: int | None
-    """The head of the replica whose ranks give their state to the joiners."""
+    source: int | None  # the head of the replica whose ranks give their state to the joiners
     iteration: int
-    state: tuple[int, int] | None = None
-    """As in :class:`unicron_ctl.shared.protocol.wire.Plan`."""
-    why: str = ""
-    """Where the state comes from, unless that is plain."""
+    state: tuple[int, int] | None = None  # as in `wire.Plan`
+    why: str = ""  # the state's origin, unless that is plain
 
 
 def formable(reports: Mapping[int, RankStatus], size: int) -> FormableGeneration | None:
@@ -111,7 +107,6 @@ def _from_shards(reports: Mapping[int, RankStatus], size: int) -> FormableGenera
         return None
     # Ranks of one replica must enter alike: those that go on with the iteration in which they stopped compare what is
     # in their gradients, and no others do.
-    # what is in their gradients, and nobody else does.
     mixed = any(reports[slot].state != "stopped" or reports[slot].iteration > state[1] for slot in members)
     anew = {slot for slot in members if mixed and _has_been_in(reports[slot])}
     sources = [replica for replica in first if holders.issuperset(replica)]

@@ -26,13 +26,13 @@ MOST_NAMED = 3  # failing sources in a text
 
 @dataclass(frozen=True)
 class Way:
-    """The way of an image to the ranks of one place. seconds: until it arrives, from now."""
+    """The way of an image to the ranks of one place."""
 
     receiver: AgentView
     source: AgentView
     image: Image
-    seconds: float
-    words: str
+    seconds: float  # from now until it arrives
+    words: str  # for people
 
 
 @dataclass
@@ -115,7 +115,8 @@ def nearest(
 
 def _failed_tries(receiver: AgentView, source: AgentView, there: Mapping[str, tuple[AgentView, Image]]) -> str:
     """Describe, for people, the sources that failed the receiver; empty if there are none."""
-    failing = {one.node: found for one, _ in there.values() if (found := receiver.status.failing.get(one.images_at))}
+    reports = receiver.status.failing
+    failing = {one.node: reports[one.images_at] for one, _ in there.values() if one.images_at in reports}
     again = failing.pop(source.node, None)
-    said = [f"; tries that failed: {again.times}, the last: {again.why}"] if again else []
-    return "".join([*said, *(f"; not from {node}: {found.why}" for node, found in list(failing.items())[:MOST_NAMED])])
+    tries = f"; tries that failed: {again.times}, the last: {again.why}" if again else ""
+    return tries + "".join(f"; not from {node}: {one.why}" for node, one in list(failing.items())[:MOST_NAMED])

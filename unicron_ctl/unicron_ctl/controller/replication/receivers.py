@@ -24,10 +24,11 @@ NOBODY: Away = MappingProxyType({})
 
 
 class Ring:
-    """Agents in order of their elements. domains: node -> its failure domain, a switch or a block."""
+    """Agents in order of their elements."""
 
     def __init__(self, agents: Sequence[AgentView], domains: Mapping[str, str]) -> None:
-        self._agents, self._domains = agents, [domains.get(one.node, "") for one in agents]
+        self._agents = agents
+        self._domains = [domains.get(one.node, "") for one in agents]  # switches or blocks
         self._place = {one.element: place for place, one in enumerate(agents)}
         self._given = [0] * len(agents)
         self._levels = [list(range(len(agents)))]  # by how many copies they were given: their places

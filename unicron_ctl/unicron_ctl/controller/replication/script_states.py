@@ -14,13 +14,14 @@ from collections.abc import Collection
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import View
-from unicron_ctl.controller.replication.fail_together import domains_of, kinds_of
 from unicron_ctl.controller.replication.receivers import Away, targets_by_element
 from unicron_ctl.controller.replication.strategy import (
     LEAD_SECONDS,
     Pace,
     ReplicationStrategy,
     StoredState,
+    domains_of,
+    kinds_of,
     with_memory,
 )
 from unicron_ctl.shared.protocol import structs

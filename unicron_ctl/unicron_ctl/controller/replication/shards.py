@@ -15,9 +15,8 @@ from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.replication import nearest
-from unicron_ctl.controller.replication.fail_together import domains_of, kinds_of
 from unicron_ctl.controller.replication.receivers import Away, targets_by_element
-from unicron_ctl.controller.replication.strategy import State, StoredState, with_memory
+from unicron_ctl.controller.replication.strategy import State, StoredState, domains_of, kinds_of, with_memory
 from unicron_ctl.controller.replication.whole_states import SessionStates
 from unicron_ctl.shared.protocol import structs
 from unicron_ctl.shared.protocol.structs import RankStatus
@@ -54,20 +53,22 @@ class Shards(SessionStates):
         if not missing_copies(job):
             return {}
         able = {agent.element for agent in with_memory(job)}
-        found: dict[int, set[str]] = defaultdict(set)
+        bare: dict[int, set[str]] = defaultdict(set)
         for slot in job.state.members:
             agent = job.agent(slot)
             if agent is not None and agent.element not in able:
-                found[slot % job.replica].add(agent.node)
-        return {place: sorted(nodes) for place, nodes in sorted(found.items())}
+                bare[slot % job.replica].add(agent.node)
+        return {place: sorted(nodes) for place, nodes in sorted(bare.items())}
 
     def stored_states(self, job: JobView) -> list[StoredState]:
-        agents, found = with_memory(job), []
+        agents, whole = with_memory(job), []
         for state, parts in images(agents).items():
-            if len(parts) == job.replica * state.ways and not incomplete(agents, state.version):
-                there = [*parts.values(), *untrained_tensors(agents, state.version).values()]
-                found.append(StoredState(state.version, min(map(len, there))))
-        return found
+            if len(parts) != job.replica * state.ways:
+                continue
+            tensors, without = untrained_tensors(agents, state.version)
+            if not without:
+                whole.append(StoredState(state.version, min(map(len, (*parts.values(), *tensors.values())))))
+        return whole
 
     def parts(self, job: JobView, agent: AgentView) -> int:
         return len([slot for slot in agent.slots if slot in job.state.members])
@@ -88,7 +89,7 @@ def missing_copies(job: JobView) -> list[Part]:
     if plan is None:
         return []
     kinds = [(kind, {kind(agent) for agent in with_memory(job)}) for kind in kinds_of(job.state)]
-    found = []
+    missing = []
     for place, slots in enumerate(zip(*layout.replicas(plan.members, job.replica), strict=True)):
         elements = [job.state.element(slot) for slot in slots]  # as the ranks choose their partners
         agents = [job.agents.get(element) for element in elements]
@@ -99,40 +100,34 @@ def missing_copies(job: JobView) -> list[Part]:
             for kind, able in kinds:
                 holding = {kind(agent) if agent is not None else "" for agent in mine}
                 if len(holding) <= copies and able - holding:
-                    found.append((place, shard))
+                    missing.append((place, shard))
                     break
-    return found
+    return missing
 
 
 def images(agents: Iterable[AgentView]) -> dict[ShardedState, dict[Part, Where]]:
     """Return state -> shard -> where it is."""
-    found: dict[ShardedState, dict[Part, Where]] = defaultdict(lambda: defaultdict(dict))
+    states: dict[ShardedState, dict[Part, Where]] = defaultdict(lambda: defaultdict(dict))
     for agent in agents:
         for image in agent.status.images:
             if image.kind == SHARD and (mark := _number(image.mark)) is not None:
                 state = ShardedState(image.iteration, state_base(image.base, mark), image.count)
-                found[state][image.place, image.shard][agent.node] = agent, image
-    return found
+                states[state][image.place, image.shard][agent.node] = agent, image
+    return states
 
 
-def untrained_tensors(agents: Iterable[AgentView], version: int) -> dict[int, Where]:
-    """Return place -> where the untrained tensors are that belong to the shards of this version."""
-    found: dict[int, Where] = defaultdict(dict)
-    for agent in agents:
-        for image in agent.status.images:
-            if image.kind == UNTRAINED_KIND and image.iteration == version:
-                found[image.place][agent.node] = agent, image
-    return found
-
-
-def incomplete(agents: Iterable[AgentView], version: int) -> set[int]:
-    """Return places that have untrained tensors, but none of this version."""
-    versions: dict[int, set[int]] = defaultdict(set)
+def untrained_tensors(agents: Iterable[AgentView], version: int) -> tuple[dict[int, Where], set[int]]:
+    """Return place -> where the untrained tensors are that belong to the shards of this version, and the places that
+    have untrained tensors, but none of this version."""
+    tensors: dict[int, Where] = defaultdict(dict)
+    places = set()
     for agent in agents:
         for image in agent.status.images:
             if image.kind == UNTRAINED_KIND:
-                versions[image.place].add(image.iteration)
-    return {place for place, there in versions.items() if version not in there}
+                places.add(image.place)
+                if image.iteration == version:
+                    tensors[image.place][agent.node] = agent, image
+    return tensors, places - tensors.keys()
 
 
 def _number(mark: str) -> int | None:
@@ -149,8 +144,7 @@ def _ways(
 
     Untrained tensors come before the shards: a rank that has its shards begins.
     """
-    sources = with_memory(job)
-    besides, without = untrained_tensors(sources, state.version), incomplete(sources, state.version)
+    besides, without = untrained_tensors(with_memory(job), state.version)
     load, ways, domains = nearest.Load(), [], domains_of(view, job.state)
     for place in range(job.replica):
         able = [slot for slot in sorted(reports) if slot % job.replica == place]

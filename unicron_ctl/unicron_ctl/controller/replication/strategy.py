@@ -1,13 +1,17 @@
-"""The interface of replication to a job's training state. Each kind of state has its strategy (`strategies`)."""
+"""The interface of replication to a job's training state: each kind of state has its strategy. Pure.
+
+Here are also the failure domains: nodes behind a switch, and nodes of a block, which leave the job together.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from unicron_ctl.controller.model.agent_view import AgentView
+from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.replication.nearest import Way
@@ -24,10 +28,8 @@ class StoredState(NamedTuple):
     """A state of which every part is in some node's memory."""
 
     iteration: int
-    nodes: int
-    """The fewest that have the same part."""
-    fits: bool = True
-    """The present ranks can use it."""
+    nodes: int  # the fewest that have the same part
+    fits: bool = True  # the present ranks can use it
 
 
 @dataclass
@@ -35,11 +37,9 @@ class Pace:
     """The speed at which a script saves states."""
 
     generation: int = -1
-    iteration: int = -1
-    """The newest one of this generation, first seen at `at`."""
-    at: float = 0.0
-    rate: float = 0.0
-    """Iterations a second, 0 while not known."""
+    iteration: int = -1  # the newest one of this generation
+    at: float = 0.0  # when it was first seen
+    rate: float = 0.0  # iterations a second, 0 while not known
 
 
 class ReplicationStrategy(ABC):
@@ -102,3 +102,23 @@ def with_memory(job: JobView) -> list[AgentView]:
     """Return living agents that keep training state in memory, in order of their elements. An agent that could make no
     folder for it keeps none, and its job's log says so."""
     return [agent for agent in job.alive() if agent.images_at]
+
+
+def domains_of(view: View, job: JobState) -> Mapping[str, str]:
+    """Return node -> its failure domain, for the job's nodes: the switch of its block's first node if the job's blocks
+    are behind several, otherwise its block. Without blocks, the node's switch or its block in Slurm."""
+    switches = view.slurm.domains
+    if job.settings.block == 1:
+        return switches
+    first = {job.block_of(element): agent.node for element, agent in sorted(job.agents.items(), reverse=True)}
+    found = {block: switches.get(node, "") for block, node in first.items()}
+    several = len(set(found.values())) > 1
+    blocks = ((agent.node, job.block_of(element)) for element, agent in job.agents.items())
+    return {node: found[block] if several else str(block) for node, block in blocks}
+
+
+def kinds_of(job: JobState) -> list[Callable[[AgentView], str]]:
+    """Return functions that name an agent's node and block: copies should be in several of each kind."""
+    nodes: Callable[[AgentView], str] = lambda agent: agent.node  # noqa: E731
+    blocks: Callable[[AgentView], str] = lambda agent: str(job.block_of(agent.element))  # noqa: E731
+    return [nodes] if job.settings.block == 1 else [nodes, blocks]

@@ -12,10 +12,16 @@ from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.replication import nearest
-from unicron_ctl.controller.replication.fail_together import domains_of, kinds_of
 from unicron_ctl.controller.replication.forming import states
 from unicron_ctl.controller.replication.receivers import NOBODY, Away, targets_by_place
-from unicron_ctl.controller.replication.strategy import ReplicationStrategy, State, StoredState, with_memory
+from unicron_ctl.controller.replication.strategy import (
+    ReplicationStrategy,
+    State,
+    StoredState,
+    domains_of,
+    kinds_of,
+    with_memory,
+)
 from unicron_ctl.shared.protocol import structs
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_transition.snapshot.image_format import STATE

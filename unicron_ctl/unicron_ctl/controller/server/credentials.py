@@ -26,24 +26,25 @@ Where = tuple[socket.socket, Any]  # the socket to send from, and the address to
 
 @dataclass(frozen=True)
 class Unproven:
-    """The reason why a credential does not count. verdict: on the credential itself; after an outage it may be good."""
+    """The reason why a credential does not count."""
 
     reason: str
-    verdict: Literal["used", "invalid", "outage"] = "used"
+    verdict: Literal["used", "invalid", "outage"] = "used"  # after an outage the credential may be good
 
 
 USED = Unproven("this munge credential was used before")
 
 
 class Verifier:
-    """Verifies credentials in threads. roles: the users that the configuration names at present.
+    """Verifies credentials in threads.
 
     The threads serve machines, their addresses and their connections in turn, so a peer that sends many credentials
     delays only itself. Munge does not get a credential that was used or is invalid a second time.
     """
 
     def __init__(self, worker: Worker, roles: Callable[[], Roles]) -> None:
-        self._worker, self._roles = worker, roles
+        self._worker = worker
+        self._roles = roles  # the users that the configuration names at present
         self._spent = SpentCredentials()
 
     def verify(
@@ -60,10 +61,10 @@ class Verifier:
         def work() -> Asker | Unproven:
             return self._spent.get(credential) or asker_of(credential, claim, roles)  # a copy may have come first
 
-        def on_verdict(found: Asker | Unproven | None) -> None:
-            found = found or Unproven("the controller could not look at the munge credential: see its log", "outage")
-            self._spent.note(credential, found)
-            then(found)
+        def on_verdict(asker: Asker | Unproven | None) -> None:
+            asker = asker or Unproven("the controller could not look at the munge credential: see its log", "outage")
+            self._spent.note(credential, asker)
+            then(asker)
 
         return self._worker.verify(work, on_verdict, path(key, address))
 
@@ -114,13 +115,11 @@ def asker_of(credential: str, claim: str, roles: Roles) -> Asker | Unproven:
 
 
 class Introducer:
-    """Answers questions for the controller's public key, with one credential a minute however many peers ask.
-
-    key: empty for a controller that encrypts nothing.
-    """
+    """Answers questions for the controller's public key, with one credential a minute however many peers ask."""
 
     def __init__(self, worker: Worker, key: str, send: Callable[[bytes, Where], None]) -> None:
-        self._worker, self._key, self._send = worker, key, send
+        self._worker, self._send = worker, send
+        self._key = key  # empty for a controller that encrypts nothing
         self._answer = wire.encode(datagrams.Introduction(plain=True)) if not key else b""
         self._until = 0.0 if key else float("inf")
         self._waiting: list[Where] = []
@@ -135,9 +134,10 @@ class Introducer:
         if len(self._waiting) > 1:
             return  # a credential is being made
 
-        def on_made(made: datagrams.Introduction | None) -> None:
-            made = made or datagrams.Introduction(error="the controller has no munge credential")
-            self._answer, self._until = wire.encode(made), now + (FRESH_SECONDS if made.credential else AGAIN_SECONDS)
+        def on_made(answer: datagrams.Introduction | None) -> None:
+            answer = answer or datagrams.Introduction(error="the controller has no munge credential")
+            self._answer = wire.encode(answer)
+            self._until = now + (FRESH_SECONDS if answer.credential else AGAIN_SECONDS)
             waiting, self._waiting = self._waiting, []
             for one in waiting:
                 self._send(self._answer, one)

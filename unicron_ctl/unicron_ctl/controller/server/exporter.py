@@ -61,17 +61,15 @@ class _Registry(CollectorRegistry):
 
 
 class Exporter:
-    """Answers Prometheus at `place`, HOST:PORT, or :PORT for loopback. Raises UserError if nothing can listen there.
-
-    names: by which clients may know this host, besides its addresses. asked: requests that wait for the loop.
-    """
+    """Answers Prometheus at `place`, HOST:PORT, or :PORT for loopback. Raises UserError if nothing can listen there."""
 
     def __init__(self, place: str, names: Collection[str] = ()) -> None:
+        # Clients may also ask for this host by its addresses.
         self._names = {name.lower() for name in (*names, metrics_place(place)[0], socket.gethostname(), "localhost")}
         self.registry = _Registry()
         ProcessCollector(registry=self.registry)
         self.counts = Counts(self.registry)
-        self.asked: Mailbox[Future[Sequence[Metric]]] = Mailbox()
+        self.asked: Mailbox[Future[Sequence[Metric]]] = Mailbox()  # requests that wait for the loop
         self._turn = threading.Lock()
         self._answer: tuple[float, Sequence[Metric]] = float("-inf"), ()
         self.registry.register(self)
@@ -110,28 +108,28 @@ class Exporter:
         if not self._turn.acquire(timeout=SCRAPE_SECONDS):
             raise TimeoutError(BEHIND)
         try:
-            at, found = self._answer
+            at, metrics = self._answer
             if time.monotonic() - at >= FRESH_SECONDS:
                 answer: Future[Sequence[Metric]] = Future()
                 self.asked.put(answer)
-                found = answer.result(SCRAPE_SECONDS)
-                self._answer = time.monotonic(), found
-            return found
+                metrics = answer.result(SCRAPE_SECONDS)
+                self._answer = time.monotonic(), metrics
+            return metrics
         finally:
             self._turn.release()
 
-    def answer(self, made: Callable[[], Iterable[Metric]]) -> None:
-        """Answers all waiting requests at once. The loop calls this."""
+    def answer(self, read: Callable[[], Iterable[Metric]]) -> None:
+        """Answers all waiting requests at once with what `read` returns. The loop calls this."""
         if not (waiting := self.asked.take_all()):
             return
         try:
-            found = list(made())
+            metrics = list(read())
         except Exception as error:  # a request must not end the controller
             for asked in waiting:
                 asked.set_exception(error)
         else:
             for asked in waiting:
-                asked.set_result(found)
+                asked.set_result(metrics)
 
     def close(self) -> None:
         """Takes no more requests."""

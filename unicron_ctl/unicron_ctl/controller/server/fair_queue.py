@@ -19,22 +19,20 @@ OF_ONE, OF_ALL = 20, 1000  # questions that wait
 
 @dataclass
 class _Branch(Generic[Item]):
-    """A node of the tree of queues. count: items below it. children: the next one to be served comes first."""
+    """A node of the tree of queues."""
 
-    count: int = 0
-    children: OrderedDict[str, _Branch[Item]] = field(default_factory=OrderedDict)
+    count: int = 0  # items below it
+    children: OrderedDict[str, _Branch[Item]] = field(default_factory=OrderedDict)  # the next to be served comes first
     items: deque[Item] = field(default_factory=deque)
 
 
 class FairQueue(Generic[Item]):
-    """Items with a path of names, the widest first. At each level the names are served in turn.
-
-    bounds: for each level, how many items all paths that share the names before it may have. No name may have more than
-    is still free there, and a part is kept for names that have little.
-    """
+    """Items with a path of names, the widest first. At each level the names are served in turn."""
 
     def __init__(self, *bounds: int) -> None:
         self._bounds = bounds
+        """For each level, the most items of all paths that share the names before it. No name may have more than is
+        still free there, and a part is kept for names that have little."""
         self._root: _Branch[Item] = _Branch()
 
     def __len__(self) -> int:
@@ -84,12 +82,12 @@ class FairQueue(Generic[Item]):
 
 @dataclass(frozen=True)
 class Question:
-    """A question that waits for its answer. route: where the answer goes. address: where the question came from."""
+    """A question that waits for its answer."""
 
-    route: tuple[bytes, ...]
+    route: tuple[bytes, ...]  # for the answer
     ask: wire.Ask
     asker: Asker
-    address: str
+    address: str  # of the asker
 
     @property
     def whose(self) -> str:
@@ -105,22 +103,9 @@ class Question:
         return f"{self.asker.uid} {origin(self.address)}" if self.asker.admin else f"{self.asker.uid}"
 
 
-class QuestionQueue:
-    """Waiting questions: askers are served in turn, the questions of each in their order."""
-
-    def __init__(self) -> None:
-        self._waiting: FairQueue[Question] = FairQueue(OF_ALL)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, question: Question) -> bool:
-        """Add a question; return False if too many wait, of this asker or of all."""
-        return self._waiting.waiting(question.whose) < OF_ONE and self._waiting.add([question.whose], question)
-
-    def next(self) -> Question:
-        """Take the next question; the asker's others come after everybody else's."""
-        return self._waiting.next()
+def add_question(queue: FairQueue[Question], question: Question) -> bool:
+    """Add a question; return False if too many wait, of this asker or of all."""
+    return queue.waiting(question.whose) < OF_ONE and queue.add([question.whose], question)
 
 
 class AnswerCache:

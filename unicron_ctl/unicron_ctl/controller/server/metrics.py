@@ -89,9 +89,6 @@ class Counts:
         self._hit: dict[str, tuple[float, int]] = {}  # job -> time of its first failure, its ranks before
         self._waiting: set[str] = set()  # jobs without an iteration since their failure
         self._ranks: dict[str, int] = {}
-        self._begin_at_zero()
-
-    def _begin_at_zero(self) -> None:
         self.expect(default_table().causes)
         for kind in event_lines.LEVELS:
             self._events.labels(str(kind.__struct_config__.tag))
@@ -150,12 +147,12 @@ class Counts:
             self._waiting.add(job)
 
     def _note_verdict(self, record: records.FailureVerdict) -> None:
-        known = self._judged.get(record.failure)
-        if known is None:
+        before = self._judged.get(record.failure)
+        if before is None:
             return
-        severity = known[1] if record.severity is None else record.severity
-        now = record.cause or known[0], severity
-        if now != known:
+        severity = before[1] if record.severity is None else record.severity
+        now = record.cause or before[0], severity
+        if now != before:
             self._judged[record.failure] = now
             self._verdicts.labels(self._cause(now[0]), str(now[1])).inc()
 
@@ -210,19 +207,19 @@ def gauges(core: Core, failed: Mapping[str, int], dropped: Mapping[str, int], lo
 
 def nodes(core: Core) -> Tally[str]:
     """Return the number of nodes in each state, of those that Slurm shows."""
-    view, found = core.view, Tally[str]({"good": 0, "asked": 0, "suspect": 0, "unhealthy": 0, "out_of_service": 0})
+    view, counts = core.view, Tally[str]({"good": 0, "asked": 0, "suspect": 0, "unhealthy": 0, "out_of_service": 0})
     asked = view.suspicions.nodes()
     for name, info in (view.slurm.seen.by_name if view.slurm.seen else {}).items():
-        known = view.state.nodes.get(name)
+        state = view.state.nodes.get(name)
         if name in view.state.out_of_service:
-            found["out_of_service"] += 1
+            counts["out_of_service"] += 1
         elif not info.healthy:
-            found["unhealthy"] += 1
+            counts["unhealthy"] += 1
         elif name in asked:
-            found["asked"] += 1
+            counts["asked"] += 1
         else:
-            found["suspect" if known is not None and known.suspected_at else "good"] += 1
-    return found
+            counts["suspect" if state is not None and state.suspected_at else "good"] += 1
+    return counts
 
 
 def _of_jobs(core: Core, failed: Mapping[str, int]) -> Iterable[Metric]:

@@ -24,7 +24,7 @@ from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker, Roles
 from unicron_ctl.controller.model.quotas import Quotas, cost
 from unicron_ctl.controller.server import event_lines
 from unicron_ctl.controller.server.credentials import Introducer, Unproven, Verifier, Where
-from unicron_ctl.controller.server.fair_queue import AnswerCache, Question, QuestionQueue
+from unicron_ctl.controller.server.fair_queue import OF_ALL, AnswerCache, FairQueue, Question, add_question
 from unicron_ctl.controller.server.log_upkeep import LogUpkeep
 from unicron_ctl.controller.server.metrics import gauges
 from unicron_ctl.controller.server.sockets import Ports
@@ -62,11 +62,7 @@ Route = tuple[bytes, ...]
 
 
 class Server:
-    """One controller at `ports`. Raises UserError if it cannot start.
-
-    address: where others reach it. key: its public key, empty if it encrypts nothing. connections: the most at once.
-    progress: called now and then while the log is read. tenure: the right to act; by default for the process's life.
-    """
+    """One controller at `ports`. Raises UserError if it cannot start."""
 
     def __init__(
         self,
@@ -75,9 +71,9 @@ class Server:
         ports: Ports,
         client: SlurmClient | None,
         classifier: Classifier,
-        connections: int = MAX_SOCKETS,
-        progress: Progress = nothing,
-        tenure: Tenure | None = None,
+        connections: int = MAX_SOCKETS,  # at once
+        progress: Progress = nothing,  # called now and then while the log is read
+        tenure: Tenure | None = None,  # the right to act; by default for the process's life
     ) -> None:
         self.config, self.store = config, store
         self._tenure = tenure or Tenure()
@@ -95,19 +91,20 @@ class Server:
         self.dropped: Counter[str] = Counter()
         self._complaints, self._complained = Throttle(*COMPLAINTS), set[str]()
         self._quotas = Quotas()
-        self._asked, self._answered = QuestionQueue(), AnswerCache()
+        self._asked, self._answered = FairQueue[Question](OF_ALL), AnswerCache()
         self._received_at, self._settled_in = float("-inf"), 0.0  # in the last turn
         self._answer_at = 0.0  # questions wait until then
         self._verifier = Verifier(self.worker, self._roles)
         self._began_with, self._munge = config.controller, config.controller.auth == "munge"
         self._verifying: set[tuple[str, str]] = set()
-        keys, self.key = server_keys(config.controller, store.path.parent)
+        keys, self.key = server_keys(config.controller, store.path.parent)  # the public key; empty without encryption
         self._hints, self.address, self.exporter = ports.hints, ports.address, ports.exporter
         self.listener = Listener(ports.connections, keys, connections, wire.MAX_BYTES, refused=self._on_refused)
         self.core.view.unread = lambda route: self.listener.unread(route[0])
         self._introducer = Introducer(self.worker, self.key, self._answer_hello)
         self.telling = Telling(self.worker.results, lambda record: self.core.append("", 0, record), self.address)
-        self.telling.replay(store.since(notices.KINDS, self.now() - DAY).events)
+        for event in store.since(notices.KINDS, self.now() - DAY).events:
+            self.telling.note(event)
         self.telling.configure(config.notify, state.told, state.last_event)
         self._stop_read, self._stop_write = os.pipe()
         os.set_blocking(self._stop_write, False)
@@ -409,7 +406,7 @@ class Server:
             self._send(route, BUSY)
 
     def _queue_question(self, question: Question) -> None:
-        if not self._asked.add(question):
+        if not add_question(self._asked, question):
             self._send(question.route, BUSY)
 
     def _answer_some(self) -> None:

@@ -21,13 +21,12 @@ class CannotListen(UserError):
 
 @dataclass
 class Ports:
-    """The ports of a controller. hints: sockets for datagrams, at the same port as those for connections. address:
-    where others reach them. exporter: the port for metrics, if there is one."""
+    """The ports of a controller."""
 
     connections: list[socket.socket]
-    hints: list[socket.socket]
-    address: str
-    exporter: Exporter | None = None
+    hints: list[socket.socket]  # for datagrams, at the same port
+    address: str  # for others: tcp://HOST:PORT
+    exporter: Exporter | None = None  # of the metrics
 
     def close(self) -> None:
         """Closes all of them, if no controller has taken them."""

@@ -80,7 +80,7 @@ def wait_for_claim(
         if due := clock() - last >= MARK_SECONDS:
             last, problem = clock(), why_not(section.listen, section.metrics)
         try:
-            found = claim_with_ports(folder, True, bind_ports, watch)
+            claimed = claim_with_ports(folder, True, bind_ports, watch)
         except (FolderHeld, LogLocked) as error:
             if due and not problem:
                 count, full = count + 1, _write(mark, f"{name} {count + 1}", first=not logged)
@@ -99,7 +99,7 @@ def wait_for_claim(
                 log.info("standby: takes over")
             if count:
                 mark.unlink(missing_ok=True)
-            return found
+            return claimed
         if text != logged:
             log.log(logging.ERROR if problem or full else logging.INFO, "%s", text)
             logged = text
@@ -156,36 +156,34 @@ class Isolation:
     """Makes a controller step down if it reaches nobody while a standby waits: its host may have lost its network, but
     not the state folder. It must have heard an agent before, so that two that hear nobody do not take turns.
 
-    call: runs work in a thread and its result in the loop. heard: returns the time of the last agent's message.
-
-    look: finds the other hosts, as :func:`other_hosts` does. It is called now and then, because a name may become known
-    or change, but only while agents are heard, because a host that is cut off reaches no name service.
+    It looks for the other hosts now and then, because a name may become known or change, but only while agents are
+    heard, because a host that is cut off reaches no name service.
     """
 
     def __init__(
         self,
         rival: Rival,
-        call: Callable[..., object],
-        heard: Callable[[], float],
-        look: Callable[[], Mapping[str, Sequence[Target] | str]],
+        call: Callable[..., object],  # runs work in a thread, and its result in the loop
+        heard: Callable[[], float],  # returns the time of the last agent's message
+        look: Callable[[], Mapping[str, Sequence[Target] | str]],  # finds the other hosts, as `other_hosts` does
     ) -> None:
         self._rival, self._call, self._heard, self._look = rival, call, heard, look
         self._looked, self._looking = float("-inf"), False
-        self._known: dict[str, Sequence[Target]] = {}  # by address
+        self._hosts: dict[str, Sequence[Target]] = {}  # by address
         self._unknown: dict[str, str] = {}  # address -> reason
         self._others: list[Target] = []  # without any it never steps down
         self._probed = float("-inf")
         self._answers: dict[Target, Reach | None] = {}
 
-    def _learn_others(self, found: Mapping[str, Sequence[Target] | str] | None) -> None:
+    def _learn_others(self, result: Mapping[str, Sequence[Target] | str] | None) -> None:
         """Takes in the result of `look`; a name that is not known now keeps its last targets."""
         self._looking = False
-        unknown = {address: reason for address, reason in (found or {}).items() if isinstance(reason, str)}
+        unknown = {address: reason for address, reason in (result or {}).items() if isinstance(reason, str)}
         for address in unknown.keys() - self._unknown.keys():
             log.warning("[controller] address: %s: %s", address, unknown[address])
         self._unknown = unknown
-        self._known |= {address: hosts for address, hosts in (found or {}).items() if not isinstance(hosts, str)}
-        others = list(dict.fromkeys(target for known in self._known.values() for target in known))
+        self._hosts |= {address: hosts for address, hosts in (result or {}).items() if not isinstance(hosts, str)}
+        others = list(dict.fromkeys(target for hosts in self._hosts.values() for target in hosts))
         if others != self._others:
             self._others = others
             self._answers.clear()
@@ -218,24 +216,22 @@ def _probe(target: Target) -> Reach:
 def other_hosts(addresses: Sequence[str]) -> dict[str, list[Target] | str]:
     """Return by a controller's address: its targets besides this host, or why they are not known. Asks the name
     service."""
-    found = dict[str, list[Target] | str]()
+    others = dict[str, list[Target] | str]()
     for address in addresses:
         try:
-            found[address] = [target for target in resolve(*endpoint(address)) if not is_own(target)]
+            others[address] = [target for target in resolve(*endpoint(address)) if not is_own(target)]
         except OSError as error:
-            found[address] = reason_of(error)
-    return found
+            others[address] = reason_of(error)
+    return others
 
 
 class SecondLeader:
     """Ends a controller while another one leads at one of the other addresses. A standby does not answer, so each of
-    the two has a state folder of its own: a shared one that is not mounted, or a copy.
-
-    look: returns where another controller answers, or ""; it may take its time. call: runs it in a thread.
-    """
+    the two has a state folder of its own: a shared one that is not mounted, or a copy."""
 
     def __init__(self, look: Callable[[], str], call: Callable[..., object]) -> None:
-        self._look, self._call = look, call
+        self._look = look  # returns where another controller answers, or ""; it may take its time
+        self._call = call  # runs it in a thread
         self._seen: list[str] = []  # in a row
         self._asked, self._asking = float("-inf"), False
 
@@ -258,13 +254,13 @@ class SecondLeader:
 def another_leader(addresses: Sequence[str], port: int, believed: Sequence[str]) -> str:
     """Return where another controller answers, or "". port: this one's. believed: users besides root, SlurmUser and
     this process's."""
-    found = list[Target]()
+    others = list[Target]()
     for address in addresses:
         with contextlib.suppress(OSError):
-            found += [target for target in resolve(*endpoint(address)) if target.port != port or not is_own(target)]
-    if not found:
+            others += [target for target in resolve(*endpoint(address)) if target.port != port or not is_own(target)]
+    if not others:
         return ""
-    hello = Hello(",".join(f"tcp://{join(target.host, target.port)}" for target in found), believed)
+    hello = Hello(",".join(f"tcp://{join(target.host, target.port)}" for target in others), believed)
     try:
         answered = hello.wait_for_key(LEADER_ANSWER_SECONDS) is not None
         return join(hello.reached.host, hello.reached.port) if answered and hello.reached is not None else ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -31,37 +31,32 @@ MOST_WAITING = 1000  # notices for one target; of more, the oldest are dropped a
 
 
 class Sending(NamedTuple):
-    """A message on its way. upto: its last notice. notices: how many it has. left_out: how many it counts as
-    missing."""
+    """A message on its way."""
 
     message: Message
-    upto: int
-    notices: int
-    left_out: int
+    upto: int  # the id of its last notice
+    notices: int  # in it
+    left_out: int  # notices that it counts as missing
     began: float
     urgent: bool
 
 
 @dataclass
 class Target:
-    """One target.
-
-    upto: the last event that it has heard of. left_out: notices that it will not get. sending: the message on its way.
-    lost: messages that were given up and whose threads still hang. sent: the messages of the last hour, as (time,
-    whether one of its notices needs an admin).
-    """
+    """One target."""
 
     name: str
     deliver: Deliver
-    upto: int
+    upto: int  # the last event that it has heard of
     waiting: deque[Notice] = field(default_factory=deque)
-    left_out: int = 0
+    left_out: int = 0  # notices that it will not get
     sending: Sending | None = None
     tries: int = 0
     retry_from: float = 0.0
     retry_after: float = 0.0
-    lost: int = 0
+    lost: int = 0  # messages that were given up and whose threads still hang
     sent: list[tuple[float, bool]] = field(default_factory=list)
+    """The messages of the last hour: the time, and whether a notice in it needs an admin."""
 
     def add(self, notice: Notice) -> None:
         """Queues a notice. Of too many, the oldest that needs no admin is dropped, or else the oldest."""
@@ -94,13 +89,14 @@ class Target:
 
 
 class Telling:
-    """All targets. results: calls from threads to the loop. record: appends to the log. where: the controller's
-    address, for people who have several."""
+    """Tells all targets."""
 
     def __init__(
         self, results: Mailbox[Callable[[], None]], record: Callable[[Record], object], where: str = ""
     ) -> None:
-        self._results, self._record, self.where = results, record, where
+        self._results = results  # calls from threads to the loop
+        self._record = record  # appends to the log
+        self.where = where  # the controller's address, for people who have several
         self._hooks = Hooks()
         self._notices = Notices()
         self._config = NotifyConfig()
@@ -108,11 +104,6 @@ class Telling:
         self._look_at, self._looking = 0.0, threading.Thread()
         self._past: deque[Notice] = deque(maxlen=MOST_WAITING)
         self.targets: dict[str, Target] = {}
-
-    def replay(self, events: Iterable[Event]) -> None:
-        """Takes in the records of the last day at the start."""
-        for event in events:
-            self.note(event)
 
     def configure(self, config: NotifyConfig, cursors: dict[str, int], last: int) -> None:
         """Takes the section. cursors: by target, the last event that it has heard of. last: the newest event, after

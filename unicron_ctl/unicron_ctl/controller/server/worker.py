@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,6 +43,7 @@ from unicron_ctl.shared.system.mailbox import Mailbox
 
 Result = Callable[[], None]
 Target = tuple[str, int]
+Lane = queue.SimpleQueue[Callable[[], None] | None]  # None ends its thread
 log = logging.getLogger("unicron.controller")
 WORKERS, VERIFIERS = 64, 4  # probes mostly wait, and a whole rack may fall silent at once
 AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS = 4096, 1024, 512  # credentials that may wait to be verified
@@ -143,41 +143,30 @@ def somebody(node: str) -> ElementInfo:
     return ElementInfo(SOMEBODY, 0, "", "RUNNING", node, "", "", "", "", 0, brief=True)
 
 
-@dataclass(frozen=True)
-class Task:
-    """One request in a lane."""
-
-    request: Poll | Run
-    core: Core
-    tickets: list[int]
-
-
 class Worker:
-    """Carries out requests. `results` are calls for the main thread; `verified` are those for credentials, of which
-    strangers can send many.
-
-    tenure: the right to change anything in Slurm. not_before: a time of `time.monotonic` before which nothing in Slurm
-    is changed, because calls of the previous controller may still be under way.
-    """
+    """Carries out requests."""
 
     def __init__(self, client: SlurmClient | None, probe_timeout: float, tenure: Tenure | None = None) -> None:
-        self._client, self._probe_timeout, self._tenure = client, probe_timeout, tenure or Tenure()
+        self._client, self._probe_timeout = client, probe_timeout
+        self._tenure = tenure or Tenure()  # the right to change anything in Slurm
         self.not_before = float("-inf")
-        self._lanes: tuple[queue.SimpleQueue[Task | None], ...] = (queue.SimpleQueue(), queue.SimpleQueue())
+        """A time of `time.monotonic` before which nothing in Slurm is changed, because calls of the previous controller
+        may still be under way."""
+        self._lanes: tuple[Lane, Lane] = queue.SimpleQueue(), queue.SimpleQueue()
         self._order = Order()
         self.took: Callable[[str, float], object] = lambda call, seconds: None  # called after each call of Slurm
         self._others = Others(client) if client is not None else None
         self._site = UNSAID
         self._looked = -SETTINGS_SECONDS
-        self.results: Mailbox[Result] = Mailbox()
-        self.verified: Mailbox[Result] = Mailbox()
+        self.results: Mailbox[Result] = Mailbox()  # calls for the main thread
+        self.verified: Mailbox[Result] = Mailbox()  # the same for credentials, of which strangers can send many
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="unicron-probe")
         self._verifiers = ThreadPoolExecutor(VERIFIERS, thread_name_prefix="unicron-credential")
         self._credentials: FairQueue[Callable[[], None]] = FairQueue(AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS)
         self._turns = threading.Lock()
         self._changed, self._changing = threading.Condition(), 0  # number of changes of Slurm under way
         for name, lane in zip(("unicron-slurm", "unicron-urgent"), self._lanes, strict=True):
-            threading.Thread(target=self._serve_slurm, args=(lane,), name=name, daemon=True).start()
+            threading.Thread(target=_serve_lane, args=(lane,), name=name, daemon=True).start()
 
     def submit(self, request: Poll | Run | Probe | Knock, core: Core) -> None:
         """Starts a request; its result goes to `core`."""
@@ -187,10 +176,10 @@ class Worker:
                     self.call(partial(reach, target, self._probe_timeout), partial(core.on_probe, request, place))
         elif isinstance(request, Knock):
             self.call(partial(reach, request.address, self._probe_timeout), partial(core.on_knock, request))
+        elif isinstance(request, Poll):
+            self._lanes[False].put(partial(self._poll, request, core))
         else:
-            urgent = isinstance(request, Run) and request.urgent
-            tickets = self._order.book(request) if isinstance(request, Run) else []
-            self._lanes[urgent].put(Task(request, core, tickets))
+            self._lanes[request.urgent].put(partial(self._run, request, self._order.book(request), core))
 
     def call(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Runs `work` in a thread, then `then(result)` in the main thread. The result of work that fails is None."""
@@ -226,13 +215,6 @@ class Worker:
         self.not_before = float("inf")
         with self._changed:
             self._changed.wait_for(lambda: not self._changing, seconds)
-
-    def _serve_slurm(self, lane: queue.SimpleQueue[Task | None]) -> None:
-        while (task := lane.get()) is not None:
-            if isinstance(task.request, Poll):
-                self._poll(task.request, task.core)
-            else:
-                self._run(task.request, task.tickets, task.core)
 
     def _poll(self, poll: Poll, core: Core) -> None:
         assert self._client is not None and self._others is not None
@@ -299,6 +281,11 @@ class Worker:
                 self._changing -= 1
                 self._changed.notify_all()
         return "", False
+
+
+def _serve_lane(lane: Lane) -> None:
+    while (work := lane.get()) is not None:
+        work()
 
 
 def _run_work(work: Callable[[], Any], then: Callable[[Any], None], results: Mailbox[Result]) -> None:

@@ -76,16 +76,14 @@ TABLE: dict[AcceptorState, dict[AcceptorEvent, tuple[AcceptorState, AcceptorActi
 
 
 class Acceptor:
-    """An agent's promises and accepted proposals, for one generation.
-
-    promised: the highest ballot that was promised. prepared: the highest for which a promise was requested. accepted:
-    the latest accepted proposal; the agent follows no other plan of the same or a lower number.
-    """
+    """An agent's promises and accepted proposals, for one generation."""
 
     def __init__(self) -> None:
         self.state = AcceptorState.IDLE
-        self.promised = self.prepared = NO_BALLOT
+        self.promised = NO_BALLOT  # the highest ballot that was promised
+        self.prepared = NO_BALLOT  # the highest for which a promise was requested
         self.accepted: Proposal | None = None
+        """The latest accepted proposal; the agent follows no other plan of the same or a lower number."""
 
     def on_prepare(self, ballot: Ballot) -> AcceptorAction:
         """Handle a request for a promise."""

@@ -79,12 +79,7 @@ class _Instance:
 
 
 class Participant:
-    """One agent's part in the consensus. me: this agent. per_node: ranks of an agent.
-
-    The caller carries out :attr:`outbox` (receiver, message) and the ranks' :attr:`orders`, and empties them.
-    :attr:`status_due` asks for a status to the controller at once, with :attr:`agreed` and :attr:`over`: the highest
-    generation on whose successor this agent votes no more.
-    """
+    """One agent's part in the consensus. The caller carries out :attr:`outbox` and :attr:`orders`, and empties them."""
 
     def __init__(self, me: structs.Peer, per_node: int) -> None:
         self._me, self._per_node = me, per_node
@@ -99,10 +94,10 @@ class Participant:
         self._next_proposer = 0
         self._requested_at = self._answered_at = float("-inf")  # a plan was requested; a proposer answered
         self.agreed: wire.Agreement | None = None
-        self.over = 0
-        self.outbox: list[tuple[structs.Peer, AnyPeer]] = []
-        self.orders: list[wire.Break | wire.Plan] = []
-        self.status_due = False
+        self.over = 0  # the highest generation on whose successor this agent votes no more
+        self.outbox: list[tuple[structs.Peer, AnyPeer]] = []  # receiver and message
+        self.orders: list[wire.Break | wire.Plan] = []  # for the ranks
+        self.status_due = False  # a status to the controller, with `agreed` and `over`, is due at once
         self.known: Mapping[str, structs.Peer] = {}
         """The agents of the present generations, by public key; a new object when it changes."""
 

@@ -19,16 +19,13 @@ PROPOSERS = 4  # agents that may stand in for the controller; if all of them are
 
 @dataclass(frozen=True)
 class Membership:
-    """The agents that decide what follows one generation.
+    """The agents that decide what follows one generation."""
 
-    plan: the generation's. peers: its agents by element; an agent that is no proposer knows only the proposers.
-    per_node: ranks of an agent, whose element is slot // per_node.
-    """
-
-    plan: wire.Plan
+    plan: wire.Plan  # the generation's
     peers: Mapping[int, structs.Peer]
+    """Its agents by element; an agent that is no proposer knows only the proposers."""
     proposers: Sequence[structs.Peer]
-    per_node: int
+    per_node: int  # ranks of an agent, whose element is slot // per_node
 
     @cached_property
     def slots(self) -> frozenset[int]:

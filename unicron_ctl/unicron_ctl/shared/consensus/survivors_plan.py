@@ -21,26 +21,19 @@ from unicron_transition.generations import layout
 
 @dataclass(frozen=True)
 class Decision:
-    """The way on for a job after a Break.
+    """The way on for a job after a Break."""
 
-    members: the slots that go on, replica-major. unusable: survivors that cannot go on and count as lost, with the
-    reason. step: ranks that are synced at this iteration step. iteration: the next one to be computed, with its
-    assignment. reused: micro-batches kept in survivors' gradients. recomputed: finished ones that are computed again.
-    redistributed: those of lost ranks that others compute now. standbys: survivors that complete no replica. state:
-    (base, version) of the optimizer's shards from which all go on.
-    """
-
-    members: list[int]
-    unusable: dict[int, str]
-    step: int | None
-    iteration: int
-    assignment: dict[int, list[int]]
-    reused: int
-    recomputed: int
-    redistributed: int
+    members: list[int]  # slots that go on, replica-major
+    unusable: dict[int, str]  # survivors that cannot go on and count as lost -> reason
+    step: int | None  # ranks that are synced at this iteration step
+    iteration: int  # the next one to be computed
+    assignment: dict[int, list[int]]  # of that iteration
+    reused: int  # micro-batches kept in survivors' gradients
+    recomputed: int  # finished micro-batches that are computed again
+    redistributed: int  # micro-batches of lost ranks that others compute now
     reason: str
-    standbys: list[int] = field(default_factory=list)
-    state: tuple[int, int] | None = None
+    standbys: list[int] = field(default_factory=list)  # survivors that complete no replica
+    state: tuple[int, int] | None = None  # (base, version) of the optimizer's shards from which all go on
 
 
 class _Way(NamedTuple):
@@ -89,7 +82,7 @@ def decide(
     if alike is not None and alike.iteration >= (finished_at or 0):
         return _decision(list(alike.kept), {}, alike, total, size, again, lost_share, lost_iteration)
     sharded = any(status.shards for status in survivors.values())
-    usable, unusable = _usable(survivors, total) if size == 1 else _sound(survivors, total)
+    usable, unusable = _usable(survivors, total, owned_once=size == 1)
     top = max((position.iteration for position in usable.values()), default=0)
     if not sharded:
         top = max(top, finished_at or 0)
@@ -190,30 +183,12 @@ def _leave_behind(usable: dict[int, _Position], unusable: dict[int, str], top: i
         )
 
 
-def _sound(survivors: Mapping[int, RankStatus], total: int) -> tuple[dict[int, _Position], dict[int, str]]:
-    """Do the same as :func:`_usable` for ranks of replicas, which share their micro-batches."""
-    usable: dict[int, _Position] = {}
-    unusable: dict[int, str] = {}
-    for slot in sorted(survivors):
-        position = _position(survivors[slot])
-        if _indices(position.done, total):
-            usable[slot] = position
-        else:
-            unusable[slot] = _no_indices(position.done, total)
-    return usable, unusable
-
-
 def _indices(done: Sequence[int], total: int) -> bool:
     """Whether the list is a set of micro-batches."""
     return len(set(done)) == len(done) and (not done or 0 <= min(done) <= max(done) < total)
 
 
-def _no_indices(done: Sequence[int], total: int) -> str:
-    return f"reported micro-batches {done[:50]} of {total}: not a set of valid indices"
-
-
 def _finished_micro_batches(positions: Iterable[_Position], iteration: int) -> set[int]:
-    """Return the micro-batches of the iteration that these ranks have finished."""
     return {index for position in positions if position.iteration == iteration for index in position.done}
 
 
@@ -248,28 +223,30 @@ def _alike(survivors: Mapping[int, RankStatus], total: int) -> _Way | None:
     return _Way(None, at, kept) if _indices(indices, total) else None
 
 
-def _usable(survivors: Mapping[int, RankStatus], total: int) -> tuple[dict[int, _Position], dict[int, str]]:
-    """Return the positions of ranks with a usable report, and why the others' reports are not."""
-    if _all_sound(survivors, total):
+def _usable(
+    survivors: Mapping[int, RankStatus], total: int, owned_once: bool
+) -> tuple[dict[int, _Position], dict[int, str]]:
+    """Return the positions of ranks with a usable report, and why the others' reports are not. owned_once: a
+    micro-batch is one rank's; ranks of a replica share theirs."""
+    if owned_once and _all_sound(survivors, total):
         return {slot: _position(survivors[slot]) for slot in sorted(survivors)}, {}
     usable: dict[int, _Position] = {}
     unusable: dict[int, str] = {}
     owners: dict[int, dict[int, int]] = {}  # iteration -> micro-batch -> slot
     for slot in sorted(survivors):
-        status = survivors[slot]
-        if status.phase == "stepped":
-            usable[slot] = _Position(status.iteration + 1, False)
-            continue
-        owner, done = owners.setdefault(status.iteration, {}), status.done
+        position = _position(survivors[slot])
+        done = position.done
         if not _indices(done, total):
-            unusable[slot] = _no_indices(done, total)
+            unusable[slot] = f"reported micro-batches {done[:50]} of {total}: not a set of valid indices"
             continue
-        taken = next((index for index in done if index in owner), None) if owner else None
-        if taken is not None:
-            unusable[slot] = f"has micro-batch {taken} in its gradient, which slot {owner[taken]} has too"
-            continue
-        owner.update(dict.fromkeys(done, slot))
-        usable[slot] = _Position(status.iteration, status.phase == "synced", done)
+        if owned_once:
+            owner = owners.setdefault(position.iteration, {})
+            if not owner.keys().isdisjoint(done):
+                taken = next(index for index in done if index in owner)
+                unusable[slot] = f"has micro-batch {taken} in its gradient, which slot {owner[taken]} has too"
+                continue
+            owner.update(dict.fromkeys(done, slot))
+        usable[slot] = position
     return usable, unusable
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.scenarios import arrays
 from tests.support.training import events
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.core import core
@@ -69,35 +70,34 @@ def goes_on(world: World, job: str, agents: list[FakeAgent]) -> None:
     assert world.job(job).iteration > 0 and not world.job(job).set_aside
 
 
-def test_a_judge_that_raises_sets_its_job_aside_and_the_other_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("table", "row", "phase"),
+    [
+        (judge.JUDGES, What.EXIT, "running"),
+        (transitions.PERFORM, Action.BREAK, "running"),
+        (transitions.PERFORM, Action.RESUME, "breaking"),
+        (transitions.PERFORM, Action.ENTER, "entering"),
+    ],
+    ids=["judge", "break", "resume", "enter"],
+)
+def test_a_decider_that_raises_sets_its_job_aside_and_the_other_goes_on(
+    monkeypatch: pytest.MonkeyPatch, table: dict[Any, Decider], row: Any, phase: str
+) -> None:
     world, first, second = two_jobs()
-    monkeypatch.setitem(judge.JUDGES, What.EXIT, breaks_for("1", judge.JUDGES[What.EXIT]))
-    told = len(orders(world, "1"))
+    monkeypatch.setitem(table, row, breaks_for("1", table[row]))
     first[0].die(0)
     (event,) = events(world, "job_set_aside")
     assert event.job == "1" and BROKEN in event.record.reason and "raise ValueError(BROKEN)" in event.record.where
     assert "ranks train on" in event.record.reason and event.record.input
-    assert world.job("1").set_aside == event.record.reason and world.job("1").phase == "running"
+    assert world.job("1").set_aside == event.record.reason
+    told = len(orders(world, "1"))
     goes_on(world, "2", second)
     for agent in first:
         agent.status()
     first[1].silent = True
     world.run(5.0)
-    assert len(orders(world, "1")) == told, "its ranks are told nothing more"
+    assert len(orders(world, "1")) == told and world.job("1").phase == phase, "its ranks are told nothing more"
     assert len(events(world, "job_set_aside")) == 1 and not world.job("2").set_aside
-    world.check_replay()
-
-
-@pytest.mark.parametrize("action", [Action.BREAK, Action.RESUME, Action.ENTER])
-def test_a_transition_that_raises_sets_its_job_aside(monkeypatch: pytest.MonkeyPatch, action: Action) -> None:
-    world, first, second = two_jobs()
-    monkeypatch.setitem(transitions.PERFORM, action, breaks_for("1", transitions.PERFORM[action]))
-    first[2].die(2)
-    assert [event.job for event in events(world, "job_set_aside")] == ["1"]
-    told = len(orders(world, "1"))
-    goes_on(world, "2", second)
-    world.run(3.0)
-    assert len(orders(world, "1")) == told and len(events(world, "job_set_aside")) == 1
     world.check_replay()
 
 
@@ -142,20 +142,11 @@ def test_a_job_that_is_set_aside_stays_so_over_a_restart_and_its_owner_is_told(
 
 
 def test_in_a_cluster_the_nodes_of_a_job_that_is_set_aside_are_not_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm = FakeSlurm(4)
-    world = World(slurm)
-    slurm.submit("1", 2)
-    slurm.submit("2", 2)
-    agents = {}
-    for (job, element), entry in list(slurm.queue.items()):
-        agents[job, element] = FakeAgent(world, job, element, entry["node"], nodes=2)
-        agents[job, element].register()
-        agents[job, element].ready()
-    world.run(3.0)
+    world, slurm = arrays(4, ("1", 2, 1.0), ("2", 2, 1.0))
     assert world.job("1").phase == world.job("2").phase == "running"
     monkeypatch.setitem(judge.JUDGES, What.EXIT, breaks_for("1", judge.JUDGES[What.EXIT]))
     slurm.calls.clear()
-    agents["1", 0].die(0)
+    next(agent for agent in world.agents if (agent.job, agent.element) == ("1", 0)).die(0)
     world.run(20.0)
     assert world.job("1").set_aside and world.job("2").phase == "running"
     assert not [call for call in slurm.calls if call[1] == "1"]

@@ -28,6 +28,20 @@ def messages(world: World, kind: type) -> list:
     return [message for _, message in world.sent if isinstance(message, kind)]
 
 
+def fails(agent: FakeAgent) -> None:
+    """Its rank has stopped by an exception in its generation, and is not dead."""
+    (slot,) = agent.slots
+    fault = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=agent.world.now)
+    agent.set(slot, state="stopped", broken=agent.ranks[slot].generation, fault=fault)
+
+
+def hint(world: World, element: int, node: str = "") -> None:
+    """A datagram of the plugin says that the element's task has ended."""
+    about = {"job": "1", "element": element, "node": node, "status": 9}
+    world.core.hint(datagrams.Hint(v=1, kind="task_exit", **about), world.now)
+    world.deliver()
+
+
 def test_every_phase_and_every_action_stand_in_the_tables():
     assert set(ACTIONS) == set(Phase) == set(PHASES.values())
     assert set(transitions.PERFORM) == set(Action) == {action for row in ACTIONS.values() for action in row.values()}
@@ -46,15 +60,16 @@ def test_a_job_forms_when_all_its_nodes_are_ready():
     world.check_replay()
 
 
-def test_fewer_nodes_than_the_most_start_after_a_while():
+@pytest.mark.parametrize(("least", "phase"), [(1, "running"), (2, "forming")])
+def test_fewer_nodes_than_the_most_start_after_a_while_and_too_few_never(least: int, phase: str):
     world = World()
-    agent = FakeAgent(world, "1", 0, "n1", nodes=4)
+    agent = FakeAgent(world, "1", 0, "n1", nodes=4, min_nodes=least)
     agent.register()
     agent.ready()
     world.run(1.5)
     assert world.job().phase == "forming"
-    world.run(1.0)
-    assert world.job().phase == "running" and world.job().plan.members == [0]
+    world.run(1.0 if phase == "running" else 10.0)
+    assert world.job().phase == phase and (phase == "forming" or world.job().plan.members == [0])
 
 
 def test_a_restart_needs_few_of_the_steps():
@@ -72,15 +87,6 @@ def test_a_restart_needs_few_of_the_steps():
     steps = [event for event in world.log if event.kind == "step"]
     gone = redundant((event.id, event.job, event.kind) for event in world.log)
     assert len(steps) == 80 and len(gone) > 40
-
-
-def test_too_few_nodes_never_start():
-    world = World()
-    agent = FakeAgent(world, "1", 0, "n1", nodes=4, min_nodes=2)
-    agent.register()
-    agent.ready()
-    world.run(10)
-    assert world.job().phase == "forming"
 
 
 def test_the_rank_with_the_latest_checkpoint_is_the_source():
@@ -105,10 +111,9 @@ def test_a_dead_rank_breaks_the_generation_and_survivors_go_on_with_the_iteratio
     assert plan.generation == 2 and plan.members == [0, 2] and plan.iteration == 1 and plan.step is None
     assert {0, 3} <= set(plan.assignment[0]) and 2 in plan.assignment[2]
     failure = world.job().failures[-1]
-    assert (
-        failure.record.kind_of_failure == "rank" and failure.record.severity == 2 and failure.reused_micro_batches == 3
-    )
-    assert failure.recomputed_micro_batches == 1 and failure.redistributed_micro_batches == 3
+    assert (failure.record.kind_of_failure, failure.record.severity) == ("rank", 2)
+    counts = failure.reused_micro_batches, failure.recomputed_micro_batches, failure.redistributed_micro_batches
+    assert counts == (3, 1, 3)
     assert failure.detected_at <= failure.broken_at <= failure.planned_at <= failure.resumed_at == world.now
     assert world.job().phase == "running"
     world.check_replay()
@@ -123,13 +128,8 @@ def test_the_dead_rank_is_started_again_and_rejoins_at_a_boundary():
     world.run(0.5)
     assert world.job().phase == "offering"
     offer = world.job().offer
-    assert (
-        offer.boundary
-        and offer.generation == 3
-        and offer.members == [0, 1]
-        and offer.joiners == [1]
-        and offer.source == 0
-    )
+    assert (offer.boundary, offer.generation, offer.members, offer.joiners) == (True, 3, [0, 1], [1])
+    assert offer.source == 0
     agents[0].take_offer()
     assert world.job().phase == "running" and world.job().plan.generation == 3
     assert world.job().failures[-1].restored_at == world.now
@@ -226,25 +226,18 @@ def test_a_survivor_that_does_not_stop_is_left_out_and_started_anew():
 
 def test_a_fault_that_nobody_died_of_is_tried_again_in_place():
     world, agents = started(2)
-    fault = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
-    agents[1].set(1, state="stopped", broken=1, fault=fault)
+    fails(agents[1])
     assert world.job().phase == "running"
     world.run(0.3)
     assert messages(world, wire.Break)[0].lost == []
-    assert (
-        world.job().phase == "running"
-        and sorted(world.job().plan.members) == [0, 1]
-        and world.job().plan.generation == 2
-    )
-    assert (
-        world.job().failures[-1].record.severity == 3 and world.job().failures[-1].record.kind_of_failure == "exception"
-    )
+    plan, failure = world.job().plan, world.job().failures[-1].record
+    assert (world.job().phase, sorted(plan.members), plan.generation) == ("running", [0, 1], 2)
+    assert (failure.severity, failure.kind_of_failure) == (3, "exception")
 
 
 def test_the_cause_that_shows_within_the_grace_is_the_one_that_counts():
     world, agents = started(3)
-    fault = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
-    agents[0].set(0, state="stopped", broken=1, fault=fault)
+    fails(agents[0])
     world.run(0.05, heartbeats=False)
     agents[1].die(1)
     assert messages(world, wire.Break)[0].lost == [1]
@@ -280,22 +273,18 @@ def test_a_stall_of_the_controller_expires_nobody():
 
 def test_a_hint_proves_nothing_and_leads_to_a_question_that_does():
     world, agents = started(2)
-    hint = datagrams.Hint(v=1, kind="task_exit", job="1", element=1, node="n2", status=9)
-    world.core.hint(hint, world.now)
-    world.deliver()
+    hint(world, 1, "n2")
     world.run(0.5)
     assert not messages(world, wire.Break)
     agents[1].silent = agents[1].cut = True
-    world.core.hint(hint, world.now)
-    world.deliver()
+    hint(world, 1, "n2")
     world.run(1.0)
     assert not messages(world, wire.Break), "a datagram shortens no lease"
     agents[1].silent = False
     agents[1].status()
     world.run(0.1)
     agents[1].silent, agents[1].cut, agents[1].killed = True, False, True
-    world.core.hint(hint, world.now)
-    world.deliver()
+    hint(world, 1, "n2")
     world.run(0.2)
     assert messages(world, wire.Break)[0].lost == [1], "its node says that nobody listens there"
 
@@ -311,13 +300,12 @@ def test_nobody_can_make_the_controller_ask_slurm_all_the_time(of: str, monkeypa
     monkeypatch.setattr(slurm, "nodes", lambda: polls.append(world.now) or FakeSlurm.nodes(slurm))
     for turn in range(600):
         if of == "hints":
-            hint = datagrams.Hint(v=1, kind="task_exit", job="1", element=turn % 8, node="n1", status=9)
-            world.core.hint(hint, world.now)
+            hint(world, turn % 8, "n1")
         else:
             stranger = FakeAgent(world, str(1000 + turn), 0, "n1")
             stranger.register()
             world.agents.remove(stranger)  # it says no more
-        world.deliver()
+            world.deliver()
         world.run(0.1, heartbeats=turn % 5 == 0)
     usual, early, at_once = 60 / world.config.slurm_poll_seconds, *EARLY
     assert usual - 2 <= len(polls) <= usual + 60 * early + at_once + 2
@@ -333,9 +321,7 @@ def test_forged_hints_for_many_agents_lead_to_few_questions() -> None:
     world.run(1.0)
     world.sent.clear()
     for element in range(16):
-        hint = datagrams.Hint(v=1, kind="task_exit", job="1", element=element, node="", status=9)
-        world.core.hint(hint, world.now)
-    world.deliver()
+        hint(world, element)
     assert 0 < len(messages(world, wire.Ping)) <= HINTS[1]
     world.run(1.0)
     assert len(messages(world, wire.Reach)) <= 2 * HINTS[1] and not messages(world, wire.Break)
@@ -425,15 +411,13 @@ def test_a_job_is_healed_within_its_nodes_also_where_the_admin_only_observes():
     assert world.job().phase == "running" and sorted(world.job().members) == [0, 1] and not world.job().ended
 
 
+VERBS = "die ready offer time silent speak hang restart iterate fault replace stall hint late"
+
+
 @settings(max_examples=cases(30), deadline=None)
 @given(
     st.lists(
-        st.tuples(
-            st.sampled_from(
-                "die ready offer time silent speak hang restart iterate fault replace stall hint late".split()
-            ),
-            st.integers(0, 3),
-        ),
+        st.tuples(st.sampled_from(VERBS.split()), st.integers(0, 3)),
         max_size=25,
     )
 )
@@ -466,8 +450,7 @@ def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(stor
         elif verb == "iterate" and world.job().phase == "running" and not any(other.silent for other in agents):
             world.iterate("1", world.iteration("1"))
         elif verb == "fault" and agent.ranks[slot].state == "running":
-            fault = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
-            agent.set(slot, state="stopped", broken=agent.ranks[slot].generation, fault=fault)
+            fails(agent)
         elif verb == "replace":
             agents[which] = FakeAgent(world, "1", which, f"m{which}", nodes=4)
             agents[which].register()
@@ -477,8 +460,7 @@ def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(stor
             world.core.tick(world.now)
             world.deliver()
         elif verb == "hint":
-            world.core.hint(datagrams.Hint(v=1, kind="task_exit", job="1", element=which, node="", status=9), world.now)
-            world.deliver()
+            hint(world, which)
         elif verb == "late":  # what was sent before the last word comes after it
             agent.number -= 1
             agent.status()
@@ -504,8 +486,7 @@ def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(stor
 
 def test_a_process_that_is_to_start_later_starts_under_the_next_controller():
     world, agents = started(3)
-    fault = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=world.now)
-    agents[1].set(1, state="stopped", broken=1, fault=fault)
+    fails(agents[1])
     world.run(1.0)
     agents[1].die(1)  # the second fault in a row is waited after
     wanted = world.job().slots[1]

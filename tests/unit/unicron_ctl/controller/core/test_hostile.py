@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support import hostile
 from tests.support.depth import cases
+from tests.support.scenarios import arrays
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.model import quotas
 from unicron_ctl.controller.model.asker import Asker
@@ -93,19 +94,9 @@ def test_the_log_of_what_hostile_values_left_is_read_again(tmp_path: Path):
 
 def two_jobs() -> tuple[World, list[FakeAgent]]:
     """The agents of the own job, beside one that trains."""
-    world = World(FakeSlurm(5))
-    found = {}
-    for job, first in ((OWN, 1), (VICTIM, 3)):
-        world.slurm.submit(job, 2)
-        found[job] = [FakeAgent(world, job, e, f"n{e + first}", nodes=2) for e in range(2)]
-        for agent in found[job]:
-            agent.register()
-        world.run(0.3)
-        for agent in found[job]:
-            agent.ready()
-    world.run(3.0)
+    world, _ = arrays(5, (OWN, 2, 1.0), (VICTIM, 2, 1.0))
     assert all(world.job(job).phase == "running" for job in (OWN, VICTIM))
-    return world, found[OWN]
+    return world, [agent for agent in world.agents if agent.job == OWN]
 
 
 def test_what_nobody_asked_for_leaves_no_record():
@@ -151,19 +142,8 @@ def test_a_job_whose_agents_make_records_without_end_is_set_aside_and_no_other(m
 
 
 def say(world: World, agent: FakeAgent, number: int, text: str) -> None:
-    world.to_core(
-        agent,
-        wire.NodeEvent(
-            job=agent.job,
-            element=agent.element,
-            agent=agent.agent,
-            number=number,
-            source="kernel",
-            text=text,
-            code="c" * 255,
-            at=world.now,
-        ),
-    )
+    about = {"job": agent.job, "element": agent.element, "agent": agent.agent, "number": number, "at": world.now}
+    world.to_core(agent, wire.NodeEvent(**about, source="kernel", text=text, code="c" * 255))
 
 
 def test_what_agents_tell_of_nodes_counts_for_their_job_and_costs_it_no_protection(monkeypatch, snapshot):

@@ -135,17 +135,8 @@ def test_one_jobs_broken_judge_does_not_keep_another_on_an_unfit_node(monkeypatc
     monkeypatch.setitem(judge.JUDGES, What.NODE, broken)
     line = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."
     for agent in (first[1], second[1]):
-        event = wire.NodeEvent(
-            job=agent.job,
-            element=1,
-            agent=agent.agent,
-            number=1,
-            source="kernel",
-            text=line,
-            at=world.now,
-            code="xid 79",
-        )
-        world.to_core(agent, event)
+        about = {"job": agent.job, "element": 1, "agent": agent.agent, "number": 1, "at": world.now}
+        world.to_core(agent, wire.NodeEvent(**about, source="kernel", text=line, code="xid 79"))
     world.run(2.0)
     assert world.job("1").set_aside and not world.job("2").set_aside
     assert ("requeue_hold", "2", 1, "n2") in slurm.calls and slurm.node_states["n2"] == {"IDLE"}

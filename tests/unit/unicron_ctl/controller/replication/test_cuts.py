@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.replication import cuts, fetching, whole_states
-from unicron_ctl.controller.replication.fail_together import domains_of
+from unicron_ctl.controller.replication.cuts import WHOLE_STATES
 from unicron_ctl.controller.replication.receivers import targets_by_element
-from unicron_ctl.controller.replication.strategies import WHOLE_STATES
+from unicron_ctl.controller.replication.strategy import domains_of
 from unicron_ctl.shared.protocol import ranges, structs, wire
 
 
@@ -57,29 +57,33 @@ def come(agents: list[Node]) -> None:
 
 
 def started(
-    nodes: int, replica: int, ranks: int = 1, copies: int = 1, block: int = 1, spares: int = 0
+    nodes: int,
+    replica: int = 1,
+    ranks: int = 1,
+    *,
+    copies: int = 1,
+    block: int = 1,
+    spares: int = 0,
+    kinds: Sequence[type[Node]] = (),
+    seconds: float = 0.3,
 ) -> tuple[World, list[Node]]:
+    """A job trains. kinds: of the nodes, if some have no memory."""
     world = World()
-    agents = [Node(world, e, ranks=ranks, nodes=nodes, replica=replica, spares=spares) for e in range(nodes)]
+    agents = [
+        kind(world, element, ranks=ranks, nodes=nodes, replica=replica, spares=spares)
+        for element, kind in enumerate(kinds or [Node] * nodes)
+    ]
     for agent in agents:
         agent.settings = wire.msgspec.structs.replace(agent.settings, copies=copies, block=block)
-        agent.register()
-        agent.ready()
-    world.run(0.3)
-    assert world.job().phase == "running"
-    return world, agents
-
-
-def mixed(kinds: list[type[Node]], copies: int = 1, **settings) -> tuple[World, list[Node]]:
-    """Nodes with a memory, and nodes without."""
-    world = World()
-    agents = [kind(world, e, nodes=len(kinds), **settings) for e, kind in enumerate(kinds)]
-    for agent in agents:
-        agent.settings = wire.msgspec.structs.replace(agent.settings, copies=copies)
     come(agents)
-    world.run(2.0)
+    world.run(seconds)
     assert world.job().phase == "running"
     return world, agents
+
+
+def mixed(kinds: list[type[Node]], **job: int) -> tuple[World, list[Node]]:
+    """Nodes with a memory, and nodes without."""
+    return started(len(kinds), kinds=kinds, seconds=2.0, **job)
 
 
 def elements(order: wire.Cut) -> list[int]:
@@ -87,63 +91,68 @@ def elements(order: wire.Cut) -> list[int]:
 
 
 # ---------------------------------------------------------------- which copies are made
-def test_a_place_that_one_node_trains_gets_a_copy_in_the_next_one():
-    _, agents = started(nodes=3, replica=3)
-    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1], [2], [0]]
-    target = agents[0].orders(wire.Cut)[0].targets[0]
-    assert (target.address, target.token) == ("n2:70", "token-n2")
+GIVEN: dict[str, tuple[dict[str, int], list[int], list[list[int]]]] = {
+    "a place that one node trains, to the next one": ({"nodes": 3, "replica": 3}, [0, 1, 2], [[1], [2], [0]]),
+    "pipelines across two nodes: each stage is in one node alone": (
+        {"nodes": 2, "replica": 4, "ranks": 2},
+        [0, 1, 2, 3],
+        [[1], [0]],
+    ),
+    "two copies survive any two nodes and never lie where the state is": (
+        {"nodes": 4, "replica": 4, "copies": 2},
+        [0, 1, 2, 3],
+        [[1, 2], [3, 0], [3, 0], [1, 2]],
+    ),
+    "to another block, since one is lost as a whole": (
+        {"nodes": 6, "replica": 6, "block": 2},
+        list(range(6)),
+        [[2], [3], [4], [5], [0], [1]],
+    ),
+    "what only one block trains, to the spare block": (
+        {"nodes": 4, "replica": 1, "block": 2, "spares": 2},
+        [0, 1],
+        [[2], [], [], []],
+    ),
+    # Of two replicas n1 trains places 0 to 3, n2 4, 5, 0 and 1, and n3 2 to 5. The first that trains one gives it.
+    "what several train, to one that does not": (
+        {"nodes": 4, "replica": 6, "ranks": 4, "copies": 2},
+        list(range(12)),
+        [[3], [0], [], []],
+    ),
+    "and only else to more": (
+        {"nodes": 3, "replica": 6, "ranks": 4, "copies": 2},
+        list(range(12)),
+        [[2, 1], [0], []],
+    ),
+}
 
 
-def test_replicas_are_copies_of_each_other():
-    world, agents = started(nodes=4, replica=2)
-    world.run(10.0)
-    assert world.job().plan.members == [0, 1, 2, 3] and not any(agent.orders(wire.Cut) for agent in agents)
+@pytest.mark.parametrize(("job", "members", "to"), GIVEN.values(), ids=GIVEN)
+def test_where_copies_go(job: dict[str, int], members: list[int], to: list[list[int]]):
+    world, agents = started(**job)
+    assert sorted(world.job().members) == members
+    orders = [agent.orders(wire.Cut) for agent in agents]
+    assert [elements(first) for first, *_ in orders] == to
+    holder = orders[0][0].targets[0]
+    assert (holder.address, holder.token) == (f"n{holder.element + 1}:70", f"token-n{holder.element + 1}")
 
 
-def test_several_replicas_in_one_node_are_one_copy():
-    """Four ranks a node, pipelines of two stages that lie across two nodes: each stage is in one node alone."""
-    _, agents = started(nodes=2, replica=4, ranks=2)
-    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1], [0]]
-
-
-def test_two_copies_survive_any_two_nodes_and_never_lie_where_the_state_is():
-    _, agents = started(nodes=4, replica=4, copies=2)
-    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1, 2], [3, 0], [3, 0], [1, 2]]
-
-
-def test_a_copy_goes_to_another_block():
-    """A block is lost as a whole. Behind two switches, to one behind the other."""
-    world, agents = started(nodes=6, replica=6, block=2)
-    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[2], [3], [4], [5], [0], [1]]
+def test_a_copy_goes_to_a_block_behind_another_switch():
+    world, _ = started(nodes=6, replica=6, block=2)
     world.core.view.slurm.domains = {f"n{number}": "s1" if number < 5 else "s2" for number in range(1, 7)}
     view = world.core.view.job(world.job())
     found = whole_states.targets(view, dict.fromkeys(range(4), 1), domains_of(world.core.view, world.job()))
     assert {to.element for targets in found.values() for to in targets} == {4, 5}
 
 
-def test_what_only_the_nodes_of_one_block_train_is_copied_to_another():
-    """Both train the same, and would be lost together. The other block waits as a spare."""
-    world, agents = started(nodes=4, replica=1, block=2, spares=2)
-    assert sorted(world.job().members) == [0, 1]
-    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[2], [], [], []]
-
-
 @pytest.mark.parametrize(("nodes", "ranks", "copies"), [(3, 2, 1), (16, 8, 1), (4, 2, 2), (16, 8, 12)])
 def test_all_places_of_a_node_are_copied_to_the_same_others(nodes: int, ranks: int, copies: int):
     """Defect: each place had a target of its own, and a node gives all that it has to all of its targets."""
-    _, agents = started(nodes, nodes * ranks, ranks, copies)
+    _, agents = started(nodes, nodes * ranks, ranks, copies=copies)
     given = [elements(agent.orders(wire.Cut)[0]) for agent in agents]
     assert [len(set(to) - {giver}) for giver, to in enumerate(given)] == [copies] * nodes
     taken = Counter(each for to in given for each in to)
     assert taken == dict.fromkeys(range(nodes), copies), "nobody keeps more than others"
-
-
-def test_what_several_nodes_train_goes_to_one_that_does_not_and_only_else_to_more():
-    """Of two replicas n1 trains places 0 to 3, n2 4, 5, 0 and 1, and n3 2 to 5. The first that trains one gives it."""
-    for nodes, given in ((4, [[3], [0], [], []]), (3, [[2, 1], [0], []])):
-        world, agents = started(nodes, 6, ranks=4, copies=2)
-        assert sorted(world.job().members) == list(range(12))
-        assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == given
 
 
 def test_no_giver_is_told_more_targets_than_its_agent_takes_in():
@@ -181,10 +190,7 @@ def test_the_nodes_behind_one_switch_give_their_copies_to_as_many_behind_others(
 
 
 def test_a_hot_spare_is_given_what_its_ranks_would_take_but_not_where_it_fails_with_the_giver():
-    world = World()
-    agents = [Node(world, e, nodes=5, replica=4, spares=1) for e in range(5)]
-    come(agents)
-    world.run(2.0)
+    world, agents = started(5, 4, spares=1, seconds=2.0)
     assert sorted(world.job().members) == [0, 1, 2, 3]
     first = agents[0].orders(wire.Cut)[-1].iteration
     assert [elements(agent.orders(wire.Cut)[-1]) for agent in agents] == [[4], [2], [3], [0], []]
@@ -216,19 +222,6 @@ def test_a_spare_that_comes_later_is_given_copies_from_then_on():
     after = agents[0].orders(wire.Cut)[-1]
     assert after.iteration > before.iteration and elements(after) == [3]
     assert spare.orders(wire.Cut)[-1].iteration == after.iteration
-
-
-def test_where_copies_are_not_wanted_or_cannot_be_made_none_are():
-    world, agents = started(nodes=2, replica=2, copies=0)
-    world.run(6.0)
-    assert world.job().phase == "running" and not any(agent.orders(wire.Cut) for agent in agents)
-    world, agents = started(nodes=1, replica=1)  # no other node
-    world.run(6.0)
-    assert not agents[0].orders(wire.Cut)
-    world = World()
-    world.start_job(nodes=2, replica=2)  # agents without a memory
-    world.run(6.0)
-    assert not any(isinstance(message, wire.Cut) for _, message in world.sent)
 
 
 # ---------------------------------------------------------------- nodes without a memory
@@ -268,11 +261,22 @@ def test_what_is_trained_without_a_memory_alone_keeps_all_from_copies_which_is_s
     world.check_replay()
 
 
-@pytest.mark.parametrize("kinds", [[Bare, Bare], [Node, Node, Node, Bare]])
-def test_where_no_copies_are_wanted_or_nobody_keeps_anything_there_is_nothing_to_say(kinds):
-    world, agents = mixed(kinds, replica=2)
+@pytest.mark.parametrize(
+    ("kinds", "job"),
+    [
+        ([Bare, Bare], {"replica": 2}),
+        ([Node, Node, Node, Bare], {"replica": 2}),
+        ([Node, Node], {"replica": 2, "copies": 0}),
+        ([Node], {"replica": 1}),
+        ([Node] * 4, {"replica": 2}),
+    ],
+    ids=["nobody has a memory", "replicas are copies", "none are wanted", "no other node", "replicas alone"],
+)
+def test_where_no_copies_are_wanted_or_can_be_made_there_is_nothing_to_say(kinds, job):
+    world, agents = mixed(kinds, **job)
     world.run(10.0)
     assert not any(agent.orders(wire.Cut) for agent in agents) and "no_copies" not in world.kinds()
+    assert len(world.job().members) == len(kinds)
 
 
 # ---------------------------------------------------------------- one cut after another
@@ -538,13 +542,17 @@ def lost(world: World, agents: list[Node], kept: list[tuple[int, str]], kind: ty
     return other
 
 
-def test_the_last_node_of_a_place_is_lost_and_its_copy_is_got_from_the_other():
+def lost_with_copies(*kept: tuple[int, str], kind: type[Node] = Node, size: int = 1) -> tuple[World, list[Node], Node]:
+    """Both nodes had all of iteration 40 in memory before the second one was lost. size: bytes of an image."""
     world, agents = started(nodes=2, replica=2)
-    agents[0].set(0, iteration=50)
-    agents[1].set(1, iteration=50)
     for agent in agents:
         agent.has(40, 0, 1)
-    other = lost(world, agents, [(50, "l"), (40, "m")])
+        agent.images = [wire.msgspec.structs.replace(one, bytes=size) for one in agent.images]
+    return world, agents, lost(world, agents, [*kept, (40, "m")], kind)
+
+
+def test_the_last_node_of_a_place_is_lost_and_its_copy_is_got_from_the_other():
+    world, _, other = lost_with_copies((50, "l"))
     assert world.job().phase == "forming", "not from the beginning, while something newer is to be had"
     order = other.orders(wire.Fetch)[-1]
     assert (order.image.iteration, order.image.place) == (40, 1)
@@ -559,10 +567,7 @@ def test_the_last_node_of_a_place_is_lost_and_its_copy_is_got_from_the_other():
 
 def test_whoever_does_not_give_an_image_is_not_asked_again_while_another_one_has_it():
     """Its agent lives, but nothing goes between the two."""
-    world = World()
-    agents = [Node(world, e, nodes=3, replica=2, spares=1) for e in range(3)]
-    come(agents)
-    world.run(2.0)
+    world, agents = started(3, 2, spares=1, seconds=2.0)
     for agent in (agents[0], agents[2]):
         agent.has(40, 0, 1)
     agents[1].silent = True
@@ -585,10 +590,7 @@ def test_whoever_does_not_give_an_image_is_not_asked_again_while_another_one_has
 
 
 def test_an_image_that_does_not_come_is_not_waited_for_for_ever(snapshot):
-    world, agents = started(nodes=2, replica=2)
-    for agent in agents:
-        agent.has(40, 0, 1)
-    other = lost(world, agents, [(0, ""), (40, "m")])
+    world, _, other = lost_with_copies((0, ""))
     world.run(fetching.FETCH_SECONDS - 10.0)
     assert world.job().phase == "forming"
     world.run(10.0)
@@ -599,20 +601,13 @@ def test_an_image_that_does_not_come_is_not_waited_for_for_ever(snapshot):
 
 
 def test_a_newcomer_without_a_memory_is_not_waited_for_to_get_an_image():
-    world, agents = started(nodes=2, replica=2)
-    for agent in agents:
-        agent.has(40, 0, 1)
-    other = lost(world, agents, [(0, ""), (40, "m")], Bare)
+    world, _, other = lost_with_copies((0, ""), kind=Bare)
     world.run(1.0)
     assert not other.orders(wire.Fetch) and world.job().phase == "running" and world.job().plan.iteration == 0
 
 
 def test_images_that_get_on_are_waited_for_but_not_without_end():
-    world, agents = started(nodes=2, replica=2)
-    for agent in agents:
-        agent.has(40, 0, 1)
-    agents[0].images = [wire.msgspec.structs.replace(one, bytes=int(100e9)) for one in agents[0].images]
-    other = lost(world, agents, [(0, ""), (40, "m")])
+    world, _, other = lost_with_copies((0, ""), size=int(100e9))
     for _ in range(20):  # ten times what it should take with a gigabit a second would be almost three hours
         world.run(60.0)
         other.moved += 1
@@ -623,10 +618,7 @@ def test_images_that_get_on_are_waited_for_but_not_without_end():
 
 
 def test_bytes_alone_keep_a_fetch_alive_no_longer_than_ten_times_what_it_should_take():
-    world, agents = started(nodes=2, replica=2)
-    for agent in agents:
-        agent.has(40, 0, 1)
-    other = lost(world, agents, [(0, ""), (40, "m")])
+    world, _, other = lost_with_copies((0, ""))
     world.run(fetching.FETCH_SECONDS / 2)
     other.moved += 1
     other.status()
@@ -635,10 +627,7 @@ def test_bytes_alone_keep_a_fetch_alive_no_longer_than_ten_times_what_it_should_
 
 
 def test_a_second_loss_has_its_own_time_for_its_images():
-    world, agents = started(nodes=2, replica=2)
-    for agent in agents:
-        agent.has(40, 0, 1)
-    other = lost(world, agents, [(50, "l"), (40, "m")])
+    world, _, other = lost_with_copies((50, "l"))
     world.run(fetching.FETCH_SECONDS - 10.0)
     other.ready((40, "m"), (0, ""))
     world.run(0.2)
@@ -732,10 +721,7 @@ def test_a_job_that_has_grown_to_enough_replicas_lets_go_of_its_copies(fourth: t
 
 
 def test_silent_holders_are_waited_for_no_longer_than_the_work_that_a_copy_lacks():
-    world = World()
-    agents = [Node(world, e, nodes=3, replica=2, spares=1) for e in range(3)]
-    come(agents)
-    world.run(0.3)
+    world, agents = started(3, 2, spares=1)
     for iteration in range(12):
         world.iterate("1", iteration)
     for agent in agents:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 from msgspec.structs import replace
 
 from tests.support.plain_agent import PlainAgent
@@ -188,17 +190,15 @@ def test_a_node_of_the_world_is_given_copies_before_one_that_waits_even_behind_a
 
 
 def test_who_gives_what_to_whom_is_worked_out_when_somebody_changed_and_not_at_every_look(monkeypatch):
-    calls, real = [], targets_by_element
-    monkeypatch.setattr(
-        script_states, "targets_by_element", lambda *given, **more: (calls.append(1), real(*given, **more))[1]
-    )
+    chooser = Mock(wraps=targets_by_element)
+    monkeypatch.setattr(script_states, "targets_by_element", chooser)
     world, agents = started(3)
     save_on(world, agents, 6.0)
-    assert agents[0].orders() and len(calls) == 1
+    assert agents[0].orders() and chooser.call_count == 1
     spare = Node(world, 3, 3)
     spare.register()
     save_on(world, agents, 3.0, begin=61)
-    assert len(calls) == 2
+    assert chooser.call_count == 2
 
 
 def test_a_cut_that_nobody_has_kept_is_named_anew_soon():
@@ -228,9 +228,5 @@ def test_a_cut_whose_copies_get_on_is_given_time():
 def test_what_scripts_save_is_copied_to_another_block():
     world, agents = started(4, block=2, min_nodes=2)
     save_on(world, agents, 5.0)
-    assert [{to.element for order in agent.orders() for to in order.targets} for agent in agents] == [
-        {2},
-        {3},
-        {0},
-        {1},
-    ]
+    given = [{to.element for order in agent.orders() for to in order.targets} for agent in agents]
+    assert given == [{2}, {3}, {0}, {1}]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from tests.support.world import FakeAgent, World
-from unicron_ctl.controller.replication.cuts import newest_good, newest_whole
-from unicron_ctl.controller.replication.strategies import SHARDS
+from unicron_ctl.controller.replication.cuts import SHARDS, newest_good, newest_whole
 from unicron_ctl.shared.protocol import structs, wire
 from unicron_transition.generations.sharding import state_base
 
@@ -65,11 +65,20 @@ def told(agents: list[Node]) -> list[list[int]]:
     return [[target.element for target in order.targets] for order in (agent.orders(wire.Cut)[0] for agent in agents)]
 
 
-def test_a_place_without_another_replica_gets_its_copies_in_the_next_nodes():
-    _, agents = started(nodes=2, replica=2)
-    assert told(agents) == [[1], [0]]
-    _, agents = started(nodes=3, replica=3, copies=2)
-    assert told(agents) == [[1, 2], [0, 2], [0, 1]]
+@pytest.mark.parametrize(
+    ("job", "to"),
+    [
+        ({"nodes": 2, "replica": 2}, [[1], [0]]),
+        ({"nodes": 3, "replica": 3, "copies": 2}, [[1, 2], [0, 2], [0, 1]]),
+        ({"nodes": 2, "replica": 1, "ranks": 2, "spares": 1}, [[1], []]),
+        ({"nodes": 3, "replica": 2, "bare": 2, "spares": 1}, [[1], [0], []]),
+    ],
+    ids=["one replica", "two copies", "replicas in one node: to the spare", "past a spare without a memory"],
+)
+def test_who_gives_its_shards_to_whom(job: dict[str, int], to: list[list[int]]):
+    """Defect: one node without a memory, whatever it did, turned copies off for the whole job."""
+    world, agents = started(**job)
+    assert told(agents) == to and "no_copies" not in world.kinds()
 
 
 def test_who_takes_nothing_from_a_node_is_passed_over_by_that_one():
@@ -80,11 +89,6 @@ def test_who_takes_nothing_from_a_node_is_passed_over_by_that_one():
     world.run(2.0)
     first, second = agents[0].orders(wire.Cut)
     assert [target.element for target in second.targets] == [2] and second.iteration == first.iteration
-
-
-def test_replicas_in_one_node_give_theirs_to_the_spare():
-    _, agents = started(nodes=2, replica=1, ranks=2, spares=1)
-    assert told(agents)[0] == [1]
 
 
 def test_a_spare_that_comes_later_gets_copies_too():
@@ -107,20 +111,11 @@ def test_a_spare_that_comes_later_gets_copies_too():
     assert told([first]) == [[1]]
 
 
-def test_where_partners_are_in_other_nodes_there_are_no_cuts():
-    world, agents = started(nodes=2, replica=1, ranks=2)
+@pytest.mark.parametrize("job", [{"nodes": 2, "replica": 1, "ranks": 2}, {"nodes": 4, "replica": 2}], ids=str)
+def test_where_partners_are_in_other_nodes_there_are_no_cuts(job: dict[str, int]):
+    world, agents = started(**job)
     world.run(10.0)
     assert not any(agent.orders(wire.Cut) for agent in agents)
-    world, agents = started(nodes=4, replica=2, ranks=1)
-    world.run(10.0)
-    assert not any(agent.orders(wire.Cut) for agent in agents)
-
-
-def test_a_spare_without_a_memory_does_not_keep_the_others_from_copies():
-    """Defect: one node without a memory, whatever it did, turned copies off for the whole job."""
-    world, agents = started(nodes=3, replica=2, bare=2, spares=1)
-    assert sorted(world.job().members) == [0, 1] and told(agents) == [[1], [0], []]
-    assert "no_copies" not in world.kinds()
 
 
 def test_a_member_without_a_memory_keeps_all_from_copies_for_nobody_has_its_shard_of_a_cut():

@@ -16,6 +16,7 @@ from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY, Asker, Roles
 from unicron_ctl.controller.server import credentials
 from unicron_ctl.controller.server.credentials import Introducer, Unproven, Verifier, asker_of
 from unicron_ctl.controller.server.worker import VERIFIERS, Worker
+from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import datagrams, munge, structs, wire
 from unicron_ctl.shared.protocol.munge import Credential, MungeError
 from unicron_ctl.shared.system.time_limit import TimeLimit
@@ -43,11 +44,8 @@ def munged(monkeypatch: pytest.MonkeyPatch, found: Credential | MungeError, name
             raise found
         return found
 
-    def getpwuid(uid: int) -> SimpleNamespace:
-        return SimpleNamespace(pw_name=names[uid])
-
     monkeypatch.setattr(credentials, "unmunge", unmunge)
-    monkeypatch.setattr(pwd, "getpwuid", getpwuid)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name=names[uid]))
 
 
 def test_who_asks_is_a_number_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +116,8 @@ def test_a_newcomer_overtakes_strangers_that_wait_for_munge(monkeypatch: pytest.
     worker = Worker(None, 1.0)
     try:
         verifier, found = Verifier(worker, Roles), list[Asker | Unproven]()
-        taken = [
-            verifier.verify(f"bad {number}", "claim", "k", f"10.0.0.{number % 60}", found.append)
-            for number in range(6000)
-        ]
+        peers = ((f"bad {number}", f"10.0.0.{number % 60}") for number in range(6000))
+        taken = [verifier.verify(bad, "claim", "k", peer, found.append) for bad, peer in peers]
         assert taken.count(True) > 2000, "strangers fill it"
         assert verifier.verify("good", "claim", "new", "10.0.1.1", found.append)
         go_on.set()
@@ -277,18 +273,9 @@ def test_the_end_of_a_job_is_told_to_its_agents_only() -> None:
     world = World()
     world.core.receive((b"r",), register(), world.now, "key1", ANN)
     told(world)
-    world.core.carry_out(ended(world))
+    world.core.append("1", 1, records.JobEnded(code=0, reason="finished"))
     message = wire.Status(job="1", element=0, agent="a", sent=0.0, number=9)
     world.core.receive((b"r",), message, world.now, "key1")
     assert [type(one) for one in told(world)][-1] is wire.End
     world.core.receive((b"s",), message, world.now, "key2")
     assert [type(one) for one in told(world)] == [wire.Refusal]
-
-
-def ended(world: World) -> Any:
-    from unicron_ctl.controller.model.view import Outcome
-    from unicron_ctl.shared.log import records
-
-    out = Outcome()
-    out.record(world.job(), records.JobEnded(code=0, reason="finished"))
-    return out

@@ -17,6 +17,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from tests.support.processes import undated
+from tests.support.scenarios import trained
 from tests.support.world import FakeSlurm, World
 from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.server import event_lines, journal
@@ -44,23 +45,27 @@ def in_the_journal(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
         yield stream
 
 
+@pytest.fixture
+def stream() -> io.StringIO:
+    """Where the log goes."""
+    found = io.StringIO()
+    journal.start("unicrond", stream=found)
+    return found
+
+
 def written(stream: TextIO) -> list[str]:
     stream.seek(0)
     return undated(stream.read()).splitlines()
 
 
-def test_a_line_has_the_program_and_the_level(snapshot: SnapshotAssertion) -> None:
-    stream = io.StringIO()
-    journal.start("unicrond", stream=stream)
+def test_a_line_has_the_program_and_the_level(stream: TextIO, snapshot: SnapshotAssertion) -> None:
     log.debug("not asked for")
     log.info("two\nlines  of %s", "text")
     log.warning("look")
     assert written(stream) == snapshot
 
 
-def test_no_control_character_of_a_job_reaches_who_reads_the_log() -> None:
-    stream = io.StringIO()
-    journal.start("unicrond", "info", stream)
+def test_no_control_character_of_a_job_reaches_who_reads_the_log(stream: io.StringIO) -> None:
     log.info("failure_detected: %s", "\x1b]0;gone\x07\x9b2J \u202e")
     try:
         raise ValueError("\x1b[2J")
@@ -70,8 +75,7 @@ def test_no_control_character_of_a_job_reaches_who_reads_the_log() -> None:
     assert len(lines) > 3 and all(line.isprintable() for line in lines) and "]0;gone" in lines[0]
 
 
-def test_the_level_can_be_chosen() -> None:
-    stream = io.StringIO()
+def test_the_level_can_be_chosen(stream: TextIO) -> None:
     journal.start("unicrond", "error", stream)
     log.warning("no")
     journal.start("unicrond", "debug", stream)
@@ -104,9 +108,7 @@ def test_a_redirected_standard_error_is_not_the_journal(in_the_journal: TextIO, 
     with (tmp_path / "log").open("w") as other:
         assert not journal.is_journal(other)
     assert not journal.is_journal(io.StringIO())
-    assert not journal.is_journal(in_the_journal, {}) and not journal.is_journal(
-        in_the_journal, {"JOURNAL_STREAM": "x"}
-    )
+    assert not any(journal.is_journal(in_the_journal, variables) for variables in ({}, {"JOURNAL_STREAM": "x"}))
 
 
 def test_an_output_that_is_gone_ends_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -120,12 +122,8 @@ def test_an_output_that_is_gone_ends_nothing(capfd: pytest.CaptureFixture[str]) 
         stream.close()
 
 
-def event(record: records.Record, job: str = "7") -> Event:
-    return Event(12, 1.0, job, 3, record)
-
-
-def _tell(told: Event) -> None:
-    event_lines.log_event(told, ClusterState())
+def tell(record: records.Record, job: str = "7") -> None:
+    event_lines.log_event(Event(12, 1.0, job, 3, record), ClusterState())
 
 
 def test_each_kind_of_event_has_a_line_unless_it_is_listed_here() -> None:
@@ -139,24 +137,21 @@ def test_each_kind_of_event_has_a_line_unless_it_is_listed_here() -> None:
     assert {tag for tag, kind in records.KINDS.items() if kind not in event_lines.LEVELS} == set(without.split())
 
 
-def test_what_was_done_about_a_failure_and_what_job_came_is_in_the_line(snapshot: SnapshotAssertion) -> None:
+def test_what_was_done_about_a_failure_and_what_job_came_is_in_the_line(
+    stream: TextIO, snapshot: SnapshotAssertion
+) -> None:
     """Defect: both lines had the event's kind alone."""
     world = World(FakeSlurm(2))
     world.slurm.submit("1", 2)
     world.start_job(nodes=2)
     world.core.append("1", 1, records.FailureAction(failure=3, text="set n2 down in Slurm"))
-    stream = io.StringIO()
-    journal.start("unicrond", stream=stream)
     for told in [*world.log, *world.core.events]:
         event_lines.log_event(told, world.core.state)
     assert [line for line in written(stream) if re.search("failure_action|job_registered", line)] == snapshot
 
 
 def test_a_real_failure_and_what_follows_is_told_with_job_node_event_time_and_level() -> None:
-    world = World(FakeSlurm(4))
-    world.slurm.submit("1", 3)
-    agents = world.start_job(nodes=3)
-    world.run(3.0)
+    world, agents = trained(3, 1, seconds=3.0)
     agents[0].die(0, 1, last_line="CUDA error: uncorrectable ECC error encountered")
     world.run(5.0)
     world.core.append("1", 1, records.SlurmAction(action="requeue", element=0, node="", reason="leaves its node"))
@@ -190,32 +185,23 @@ def test_a_real_failure_and_what_follows_is_told_with_job_node_event_time_and_le
         assert datetime.fromisoformat(line["time"]).tzinfo is not None
 
 
-def test_each_event_that_matters_is_a_line_with_job_node_and_number(snapshot: SnapshotAssertion) -> None:
-    stream = io.StringIO()
-    journal.start("unicrond", stream=stream)
-    _tell(event(records.SlurmAction(action="down", element=-1, node="n3", reason="down n3: its lease")))
-    _tell(event(records.JobEnded(code=0), "8"))
-    _tell(event(records.Timing(slot=0, seconds={})))
-    _tell(event(records.IsolationWithheld(node="n4", slots=[], reason="4 nodes are out already"), ""))
+def test_each_event_that_matters_is_a_line_with_job_node_and_number(stream: TextIO, snapshot) -> None:
+    tell(records.SlurmAction(action="down", element=-1, node="n3", reason="down n3: its lease"))
+    tell(records.JobEnded(code=0), "8")
+    tell(records.Timing(slot=0, seconds={}))
+    tell(records.IsolationWithheld(node="n4", slots=[], reason="4 nodes are out already"), "")
     assert written(stream) == snapshot
 
 
-def test_in_json_a_line_is_an_object() -> None:
-    stream = io.StringIO()
+def test_in_json_a_line_is_an_object(stream: io.StringIO) -> None:
     journal.start("unicrond", stream=stream, form="json")
-    _tell(event(records.SlurmAction(action="down", element=-1, node="n3", reason="its lease")))
+    tell(records.SlurmAction(action="down", element=-1, node="n3", reason="its lease"))
     try:
         raise ValueError("x")
     except ValueError:
         log.exception("broken\nhere")
     told = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert datetime.fromisoformat(told[0].pop("time")).tzinfo is not None
-    assert told[0] == {
-        "level": "WARNING",
-        "program": "unicrond",
-        "job": "7",
-        "node": "n3",
-        "event": 12,
-        "text": "slurm_action: its lease",
-    }
+    about = {"level": "WARNING", "program": "unicrond", "job": "7", "node": "n3", "event": 12}
+    assert told[0] == about | {"text": "slurm_action: its lease"}
     assert told[1]["text"] == "broken here" and "ValueError: x" in told[1]["traceback"] and len(told) == 2

@@ -25,7 +25,8 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tests.support.processes import ROOT, wait_for
-from tests.support.world import FakeAgent, FakeSlurm, World
+from tests.support.scenarios import trained
+from tests.support.world import World
 from unicron_ctl.controller.model.requests import OF_ELEMENTS, ON_NODES
 from unicron_ctl.controller.server import exporter as exporters
 from unicron_ctl.controller.server import metrics
@@ -181,17 +182,9 @@ def told(
     }
 
 
-def training(nodes: int = 3) -> World:
-    """Two nodes of a job, of those that Slurm has."""
-    slurm = FakeSlurm(nodes)
-    world = World(slurm)
-    slurm.submit("1", 2)
-    for element in (0, 1):
-        agent = FakeAgent(world, "1", element, f"n{element + 1}", nodes=2)
-        agent.register()
-        agent.ready()
-    world.run(3.0)
-    return world
+def training() -> World:
+    """A job on two of Slurm's three nodes."""
+    return trained(2, 1, seconds=3.0)[0]
 
 
 def test_what_is_now_has_jobs_nodes_and_limits(monkeypatch: pytest.MonkeyPatch) -> None:

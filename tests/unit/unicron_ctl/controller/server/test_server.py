@@ -22,7 +22,7 @@ from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.model.asker import NOBODY, Asker
 from unicron_ctl.controller.model.quotas import OF_A_USER, SECONDS_OF_ONE
 from unicron_ctl.controller.model.view import Send
-from unicron_ctl.controller.server.fair_queue import OF_ALL, OF_ONE, AnswerCache, Question, QuestionQueue
+from unicron_ctl.controller.server.fair_queue import OF_ALL, OF_ONE, AnswerCache, FairQueue, Question, add_question
 from unicron_ctl.controller.server.log_upkeep import FORGET_AGAIN_SECONDS, FORGET_FIRST_SECONDS, FORGET_SECONDS
 from unicron_ctl.controller.server.server import Server
 from unicron_ctl.controller.server.sockets import bind
@@ -43,6 +43,14 @@ def server(tmp_path: Path) -> Iterator[Server]:
     server = started(tmp_path)
     yield server
     server.close()
+
+
+@pytest.fixture
+def clock(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The server's time in a list of one."""
+    now = [server.now()]
+    monkeypatch.setattr(server, "now", lambda: now[0])
+    return now
 
 
 def test_its_end_ends_the_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,10 +112,10 @@ def test_what_a_reload_does_not_change_is_named(server: Server, snapshot: Snapsh
     assert told.record.reason == snapshot
 
 
-def test_the_time_that_a_question_takes_counts_for_who_asks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_that_a_question_takes_counts_for_who_asks(
+    server: Server, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Defect: a small answer that takes long to make cost as much as a ping."""
-    clock = [server.now()]
-    monkeypatch.setattr(server, "now", lambda: clock[0])
     monkeypatch.setattr(server, "_munge", True)
 
     def slow(*given: Any) -> dict[str, Any]:
@@ -126,11 +134,10 @@ def test_the_time_that_a_question_takes_counts_for_who_asks(server: Server, monk
 
 
 def test_an_answer_that_takes_long_is_made_once_for_all_who_may_hear_the_same(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Defect: `watch unicronctl status` on each node of a large job took all of the controller's time."""
-    clock, made, sent = [server.now()], list[Asker](), list[bytes]()
-    monkeypatch.setattr(server, "now", lambda: clock[0])
+    made, sent = list[Asker](), list[bytes]()
     monkeypatch.setattr(server, "_send_bytes", lambda route, data: sent.append(data))
 
     def slow(core: Any, store: Any, what: str, args: Any, asker: Asker) -> str:
@@ -155,21 +162,25 @@ def test_an_answer_that_takes_long_is_made_once_for_all_who_may_hear_the_same(
 
 
 def test_who_asks_much_waits_for_himself() -> None:
-    asked, ann, bob = QuestionQueue(), Asker(1000, "ann"), Asker(1001, "bob")
-    added = [asked.add(Question((bytes([n]),), wire.Ask(what="ping"), ann, f"10.0.0.{n}")) for n in range(30)]
-    assert added.count(True) == OF_ONE and asked.add(Question((b"b",), wire.Ask(what="ping"), bob, "10.0.0.1"))
+    asked, ann, bob = FairQueue[Question](OF_ALL), Asker(1000, "ann"), Asker(1001, "bob")
+
+    def add(asker: Asker, address: str) -> bool:
+        return add_question(asked, Question((b"r",), wire.Ask(what="ping"), asker, address))
+
+    added = [add(ann, f"10.0.0.{n}") for n in range(30)]
+    assert added.count(True) == OF_ONE and add(bob, "10.0.0.1")
     order = [asked.next().asker.uid for _ in range(len(asked))]
     assert order[:3] == [1000, 1001, 1000] and not asked
     for n in range(2 * OF_ALL):
-        asked.add(Question((b"r",), wire.Ask(what="ping"), NOBODY, f"10.0.{n // 250}.{n % 250}"))
+        add(NOBODY, f"10.0.{n // 250}.{n % 250}")
     assert len(asked) == OF_ALL
 
 
 def test_old_records_go_piece_by_piece_and_not_at_once_after_a_start(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Defect: a piece that took longer than the time between two made every turn of the loop take one."""
-    clock, begun = [server.now()], list[float]()
+    begun = list[float]()
 
     def pieces(*what: Any) -> Iterator[int]:
         begun.append(clock[0])
@@ -177,7 +188,6 @@ def test_old_records_go_piece_by_piece_and_not_at_once_after_a_start(
             clock[0] += 2.5 * FORGET_SECONDS
             yield 0
 
-    monkeypatch.setattr(server, "now", lambda: clock[0])
     monkeypatch.setattr(server.store, "forget", pieces)
     server.flush()
     assert not begun

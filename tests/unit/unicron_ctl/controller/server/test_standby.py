@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,11 +143,8 @@ def test_a_standby_stays_where_the_folder_is_full_and_takes_over_once_there_is_r
     second.close()
     said = [re.sub(r"\S+ process \d+", "HOST process PID", text.replace(str(tmp_path), "FOLDER")) for text in told]
     assert len(said) == 4 and [said[0], said[3]] == snapshot
-    assert [record.levelname for record in caplog.records if "standby: " in record.message] == [
-        "ERROR",
-        "ERROR",
-        "INFO",
-    ]
+    levels = [record.levelname for record in caplog.records if "standby: " in record.message]
+    assert levels == ["ERROR", "ERROR", "INFO"]
 
 
 def test_a_standby_that_may_not_write_ends_at_its_start(
@@ -193,20 +191,14 @@ def test_a_standby_waits_as_long_as_it_says_so(tmp_path: Path, clock: list[float
     assert not rival.waits
 
 
-class Waiting:
-    """A standby that waits, or not."""
-
-    def __init__(self, waits: bool = True) -> None:
-        self.waits = waits
-
-
 def isolation(words: dict[Any, Reach], waits: bool = True, heard: float = 0.0) -> Isolation:
     """One whose probes are answered at once."""
 
     def call(work: Callable[[], object], then: Callable[[Reach], None]) -> None:
         then(words[work.args[0]] if isinstance(work, partial) else work())
 
-    return Isolation(Waiting(waits), call, lambda: heard, lambda: {"others": list(words)})  # type: ignore[arg-type]
+    rival = SimpleNamespace(waits=waits)
+    return Isolation(rival, call, lambda: heard, lambda: {"others": list(words)})  # type: ignore[arg-type]
 
 
 def test_who_hears_nobody_and_reaches_no_other_host_steps_down() -> None:
@@ -252,7 +244,7 @@ def cut_off(*looks: dict[str, Any]) -> tuple[Isolation, list[float]]:
     def call(work: Callable[[], Any], then: Callable[[Any], None]) -> None:
         then(Reach.SILENT if isinstance(work, partial) else rest.pop(0))
 
-    return Isolation(Waiting(), call, lambda: heard[0], lambda: {}), heard  # type: ignore[arg-type]
+    return Isolation(SimpleNamespace(waits=True), call, lambda: heard[0], lambda: {}), heard  # type: ignore[arg-type]
 
 
 def test_a_host_that_is_not_known_at_the_start_is_asked_for_again(

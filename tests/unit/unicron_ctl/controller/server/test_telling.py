@@ -26,8 +26,6 @@ from unicron_ctl.shared.log.records import Event, Record
 from unicron_ctl.shared.notices import notify_targets
 from unicron_ctl.shared.notices.notices import Message, Notice, compose
 from unicron_ctl.shared.notices.notify_targets import Hooks, NotTold, post, send_mail
-from unicron_ctl.shared.settings.config import all_problems
-from unicron_ctl.shared.settings.config_file import parse_sections
 from unicron_ctl.shared.settings.notify import NotifyConfig, Secrets, load_secrets, notify_problems, usable
 from unicron_ctl.shared.system.errors import UserError
 from unicron_ctl.shared.system.mailbox import Mailbox
@@ -63,7 +61,8 @@ class Desk:
     def begin(self, events: list[Event], last: int = 0) -> Telling:
         """What unicrond does at its start."""
         self.telling = Telling(self.results, self._record)
-        self.telling.replay(events)
+        for event in events:
+            self.telling.note(event)
         self.telling.configure(self.config, self.told, last)
         return self.telling
 
@@ -89,6 +88,10 @@ class Desk:
 
 def lost(number: int, at: float, node: str) -> Event:
     return Event(number, at, "7", 1, records.NodeLost(node=node, element=0))
+
+
+def needs_admin(number: int, at: float, key: str = "slurm") -> Event:
+    return Event(number, at, "", 0, records.NeedsAdmin(key=key, reason=""))
 
 
 def test_each_notice_is_told_once_also_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,18 +158,18 @@ def test_what_needs_an_admin_waits_behind_no_healed_jobs(monkeypatch: pytest.Mon
         desk.telling.note(lost(11 + number, 100.0 + number, f"n{number}"))
         desk.work(100.0 + number)
     assert desk.heard == [[11], [12]], "the hour's messages are used up"
-    desk.telling.note(Event(20, 110.0, "", 0, records.NeedsAdmin(key="slurm", reason="")))
+    desk.telling.note(needs_admin(20, 110.0))
     desk.work(110.0)
     assert desk.heard[2:] == [[13, 14, 15, 20]]
     for number in range(2):
-        desk.telling.note(Event(21 + number, 120.0, "", 0, records.NeedsAdmin(key=f"take {number}", reason="")))
+        desk.telling.note(needs_admin(21 + number, 120.0, f"take {number}"))
         desk.work(121.0 + number)
     assert len(desk.heard) == 4, "this is bounded, too"
 
 
 def test_among_thousands_what_needs_an_admin_is_kept_and_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk(monkeypatch, digest_seconds=10.0)
-    desk.telling.note(Event(1, 100.0, "", 0, records.NeedsAdmin(key="slurm", reason="")))
+    desk.telling.note(needs_admin(1, 100.0))
     for number in range(MOST_WAITING + 10):
         desk.telling.note(lost(2 + number, 100.0, f"n{number}"))
     desk.work(110.0)
@@ -179,10 +182,10 @@ def test_a_clock_that_steps_back_silences_nobody(monkeypatch: pytest.MonkeyPatch
     desk = Desk(monkeypatch, digest_seconds=10.0, most_per_hour=1)
     desk.fails = "it is away"
     start = 100_000.0
-    desk.telling.note(Event(1, start, "", 0, records.NeedsAdmin(key="slurm", reason="")))
+    desk.telling.note(needs_admin(1, start))
     desk.work(start + 10.0)
     desk.fails = ""
-    desk.telling.note(Event(2, start - back, "", 0, records.NeedsAdmin(key="slurm", reason="")))
+    desk.telling.note(needs_admin(2, start - back))
     desk.work(start + 10.0 - back)
     assert desk.heard == [[1, 2]]
 
@@ -235,20 +238,25 @@ def test_a_server_that_drips_is_given_up_and_told_again(monkeypatch: pytest.Monk
 def test_what_is_a_day_old_is_not_told_and_kinds_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk(monkeypatch, kinds=("admin",))
     desk.telling.note(lost(11, 100.0, "n1"))
-    desk.telling.note(Event(12, 100.0, "", 0, records.NeedsAdmin(key="slurm", reason="Slurm does not answer")))
+    desk.telling.note(needs_admin(12, 100.0))
     desk.work(100.0 + DAY - 1)
     assert desk.heard == [[12]], "no node is told of"
-    desk.telling.note(Event(13, 200.0, "", 0, records.NeedsAdmin(key="n3", reason="n3 is suspect")))
+    desk.telling.note(needs_admin(13, 200.0, "n3"))
     desk.work(200.0 + DAY)
     assert desk.heard == [[12]] and desk.telling.targets["hook"].left_out == 1
 
 
-def test_a_hanging_hook_delays_no_turn_of_the_loop(tmp_path: Path) -> None:
-    config = NotifyConfig(hook=hook(tmp_path, "sleep 100"), digest_seconds=0.0, timeout=0.5)
+def hooked(folder: Path, text: str, timeout: float) -> tuple[Telling, Mailbox[Callable[[], None]]]:
+    """A Telling whose hook is this script, and that has a notice for it."""
     results: Mailbox[Callable[[], None]] = Mailbox()
     telling = Telling(results, lambda record: None)
-    telling.configure(config, {"hook": 0}, 0)
+    telling.configure(NotifyConfig(hook=hook(folder, text), digest_seconds=0.0, timeout=timeout), {"hook": 0}, 0)
     telling.note(lost(11, 100.0, "n1"))
+    return telling, results
+
+
+def test_a_hanging_hook_delays_no_turn_of_the_loop(tmp_path: Path) -> None:
+    telling, results = hooked(tmp_path, "sleep 100", 0.5)
     began = time.monotonic()
     telling.work(101.0)
     telling.work(102.0)
@@ -263,12 +271,7 @@ def test_a_hanging_hook_delays_no_turn_of_the_loop(tmp_path: Path) -> None:
 
 def test_no_hook_outlives_the_controller(tmp_path: Path) -> None:
     mark = tmp_path / "pids"
-    text = f"sleep 300 & echo $$ $! > {mark}.new; mv {mark}.new {mark}; wait"
-    config = NotifyConfig(hook=hook(tmp_path, text), digest_seconds=0.0, timeout=60.0)
-    results: Mailbox[Callable[[], None]] = Mailbox()
-    telling = Telling(results, lambda record: None)
-    telling.configure(config, {"hook": 0}, 0)
-    telling.note(lost(11, 100.0, "n1"))
+    telling, results = hooked(tmp_path, f"sleep 300 & echo $$ $! > {mark}.new; mv {mark}.new {mark}; wait", 60.0)
     telling.work(101.0)
     wait_for(mark.exists, "the hook runs", 20.0)
     telling.close()
@@ -465,23 +468,6 @@ def test_a_password_goes_to_no_mail_server_that_proves_nothing(certificate: Path
 
 
 # ---------------------------------------------------------------- the section
-@pytest.mark.parametrize(
-    ("section", "says"),
-    [
-        ({"hook": "bin/tell"}, "absolute path"),
-        ({"mail": ["ops"]}, "no address of mail"),
-        ({"mail": ["a@b\nBcc: c@d"]}, "no address of mail"),
-        ({"mail": ["a@b"], "smtp": "mail"}, "HOST:PORT"),
-        ({"kinds": ["heeled"]}, "heeled"),
-        ({"most_per_hour": 0}, "most_per_hour"),
-        ({"slack": "https://x"}, "unknown key"),
-    ],
-)
-def test_a_wrong_section_is_said(section: dict[str, object], says: str) -> None:
-    config, found = parse_sections({"notify": section})
-    assert any(says in line for line in found + all_problems(config))
-
-
 def test_secrets_are_read_from_a_file_that_nobody_else_can_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

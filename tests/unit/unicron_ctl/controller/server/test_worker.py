@@ -41,18 +41,7 @@ class SlowSlurm:
         self.takes = 0.0
         self.clock = [1000.0]
         self.seen = Queue()
-
-    def private_data(self) -> frozenset[str]:
-        return frozenset()
-
-    def kill_wait(self) -> float:
-        return 30.0
-
-    def shrinks(self) -> int:
-        return 0
-
-    def grace(self) -> dict[str, float]:
-        return {}
+        self.private_data, self.kill_wait, self.shrinks, self.grace = frozenset, lambda: 30.0, lambda: 0, dict
 
     def domains(self) -> dict[str, str]:
         self.looks += 1
@@ -124,9 +113,9 @@ class Answers:
 
 
 class Bench:
-    def __init__(self) -> None:
+    def __init__(self, tenure: Tenure | None = None) -> None:
         self.slurm, self.core = SlowSlurm(), Answers()
-        self.worker = Worker(self.slurm, 0.5)  # type: ignore[arg-type]
+        self.worker = Worker(self.slurm, 0.5, tenure)  # type: ignore[arg-type]
 
     def submit(self, *actions: Action, urgent: bool = False) -> None:
         self.worker.submit(Run(actions, urgent) if actions else Poll(), self.core)  # type: ignore[arg-type]
@@ -203,17 +192,15 @@ def test_slurm_is_listed_again_before_a_long_run_is_through(bench: Bench, monkey
     assert bench.heard(4) == [("hold 1_0", ""), ("hold 1_1", PUT_OFF), ("hold 1_2", PUT_OFF), ("all", "False")]
 
 
-def test_topology_is_read_with_a_listing_and_not_with_each(bench: Bench) -> None:
+@pytest.mark.parametrize(("refused", "domains"), [(set(), {"n1": "s1"}), ({"topology"}, {})])
+def test_topology_is_read_with_a_listing_not_with_each_and_spoils_none(
+    bench: Bench, refused: set, domains: dict
+) -> None:
+    bench.slurm.refused = refused
     bench.submit()
     bench.submit()
-    assert len(bench.heard(2)) == 2
-    assert bench.core.domains == {"n1": "s1"} and bench.slurm.looks == 1
-
-
-def test_a_topology_that_slurm_does_not_tell_spoils_no_listing(bench: Bench) -> None:
-    bench.slurm.refused.add("topology")
-    bench.submit()
-    assert bench.heard(1) == [("listing", "")] and bench.core.domains == {} and bench.slurm.looks == 1
+    assert bench.heard(2) == [("listing", "")] * 2
+    assert bench.core.domains == domains and bench.slurm.looks == 1
 
 
 # ---------------------------------------------------------------- the whole queue
@@ -309,16 +296,14 @@ def test_after_a_take_over_nothing_is_changed_until_the_calls_before_have_ended(
 
 def test_who_may_not_act_changes_nothing_in_slurm() -> None:
     clock = [100.0]
-    slurm, core, tenure = SlowSlurm(), Answers(), Tenure(2.5, lambda: clock[0])
-    bench = Bench()
-    bench.slurm, bench.core = slurm, core
-    bench.worker = Worker(slurm, 0.5, tenure)  # type: ignore[arg-type]
+    tenure = Tenure(2.5, lambda: clock[0])
+    bench = Bench(tenure)
     tenure.note_renewal(clock[0])
     bench.submit(act("hold", 1))
     assert bench.heard(2)[0][1] == ""
     clock[0] += 2.6
     bench.submit(act("hold", 2))
-    assert bench.heard(4)[2][1] == NOT_OURS and slurm.began == ["hold 1_1"]
+    assert bench.heard(4)[2][1] == NOT_OURS and bench.slurm.began == ["hold 1_1"]
     bench.worker.close()
 
 

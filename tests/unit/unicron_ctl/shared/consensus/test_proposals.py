@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tests.support.consensus import company, plan, promise
+from tests.support.consensus import company, pairs, plan, promise
 from unicron_ctl.shared.consensus.proposals import (
     PROPOSERS,
     Membership,
@@ -59,7 +59,7 @@ def test_ranks_that_have_finished_are_not_lost_and_say_where_training_ends():
 
 
 def test_without_a_store_or_a_rank_that_can_go_on_there_is_no_plan():
-    assert made(company(3), {}) is None
+    assert made(company(3), {}) is None and made(company(2), {0: promise(0, done=[0, 0])}) is None
     assert made(company(3), {0: promise(0, state="running"), 1: promise(1, state="exited")}) is None
     without = {element: msgspec.structs.replace(promise(element), store="") for element in range(2)}
     assert made(company(3), without) is None
@@ -78,17 +78,43 @@ def test_the_store_is_that_of_an_agent_that_goes_on_where_there_is_one():
     assert found is not None and found.store == "n0:4000"
 
 
-def test_the_lost_are_named_with_what_is_known_of_them():
-    peers = {element: structs.Peer(element, f"agent{element}", f"n{element}:1", "") for element in (0, 1, 2)}
-    members = Membership(plan(1, [0, 1, 2, 3, 4]), peers, [peers[0]], 1)
-    promises = {0: promise(0), 1: promise(1), 2: promise(2, state="exited", incarnation=4)}
-    found = make_proposal(members, promises, 2, (1, 0), "agent0")
-    assert found is not None
-    assert [(one.slot, one.agent, one.incarnation) for one in found[0].lost] == [
-        (2, "agent2", 4),
-        (3, "", -1),
-        (4, "", -1),
+def test_the_plan_leaves_out_who_did_not_answer_and_who_cannot_go_on_and_names_them():
+    promises = {
+        0: promise(0, iteration=3, done=[0]),
+        1: promise(1, state="exited", exit=structs.Exit(code=-9, at=0.0, lived=1.0), incarnation=2),
+        3: promise(3, iteration=3, done=[1, 1]),
+        4: promise(4, iteration=3, done=[5]),
+    }
+    peers = {element: structs.Peer(element, f"agent{element}", f"n{element}:1", "") for element in range(5)}
+    members = Membership(plan(1, list(range(6))), peers, [peers[0]], 1)
+    proposal, following = make_proposal(members, promises, 2, (1, 0), "agent0")
+    assert following.members == [0, 4] and following.generation == 2 and following.store == "n0:4000"
+    assert sorted(index for mine in following.assignment.values() for index in mine) == list(range(6))
+    assert 5 in following.assignment[4]
+    assert [(lost.slot, lost.agent, lost.incarnation) for lost in proposal.lost] == [
+        (1, "agent1", 2),
+        (2, "agent2", -1),
+        (3, "agent3", 0),
+        (5, "", -1),
     ]
+    assert "4 of 6 agents" in following.reason
+
+
+def test_agents_go_on_by_replicas_and_leave_the_rest_as_standbys():
+    promises = {e: promise(e, done=[0, 2, 4] if e < 2 else [1, 3, 5]) for e in (0, 1, 2)}
+    proposal, following = make_proposal(pairs(4), promises, 2, (1, 0), "agent0")
+    assert (following.members, following.replica) == ([0, 1], 2)
+    assert following.assignment == {0: [0, 2, 4, 1, 3, 5]} and is_whole(proposal)
+    assert [lost.slot for lost in proposal.lost] == [3], "slot 2 waits with its state"
+    assert make_proposal(pairs(4), {e: promise(e) for e in (0, 2)}, 2, (1, 0), "agent0") is None
+
+
+def test_each_agent_gets_the_micro_batches_of_its_replicas():
+    crowd = pairs(2 * PROPOSERS + 2)
+    proposal, _ = make_proposal(crowd, {e: promise(e, iteration=1) for e in crowd.elements}, 2, (1, 0), "agent0")
+    head = 2 * PROPOSERS
+    for element in (head, head + 1):
+        assert list(proposal_for(proposal, element, crowd).share.assignment) == [head]
 
 
 def test_an_agent_that_may_not_propose_is_told_its_own_micro_batches():
@@ -111,18 +137,14 @@ def test_an_agent_that_may_not_propose_is_told_its_own_micro_batches():
     assert found is not None and is_whole(found[0])
     own = proposal_for(found[0], PROPOSERS, members)
     assert sorted(own.share.assignment) == [8, 9] and not is_whole(own) and not own.share.peers
-    assert sorted(proposal_for(found[0], 0, members).share.assignment) == list(range(12))
+    assert [peer.element for peer in shared_plans.proposers(found[0].share)] == list(range(PROPOSERS))
+    assert all(sorted(proposal_for(found[0], e, members).share.assignment) == list(range(12)) for e in range(PROPOSERS))
     fewer = make_proposal(members, {**promises, PROPOSERS: promise(0, state="exited")}, 2, (1, 0), "agent0")
     assert fewer is not None and not proposal_for(fewer[0], PROPOSERS, members).share.assignment, "it is left out"
 
 
 def test_plans_of_agents_are_known_by_their_prefix():
-    assert [is_agents_prefix(prefix) for prefix in ("7.g2.1.0", "7.g2", "7.g2.1.0.1", "7")] == [
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert is_agents_prefix("7.g2.1.0") and not any(map(is_agents_prefix, ("7.g2", "7.g2.1.0.1", "7")))
     found = made(company(3), {element: promise(element) for element in range(3)})
     assert found is not None and found.prefix == "7.g2.3.1" and is_agents_prefix(found.prefix)
     assert shared_plans.whole(make_proposal(company(1), {0: promise(0)}, 2, (3, 1), "a")[0].share).members == [0]

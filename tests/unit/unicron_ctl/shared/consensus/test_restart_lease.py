@@ -47,6 +47,8 @@ def test_who_is_cut_off_has_a_limit(answers: int, limit: float):
 
 def test_a_world_whose_doors_never_answered_has_none():
     one = Lease()
+    one.on_answers(1, 0.0)
+    assert math.isinf(one.expires_at) and not one.armed, "before a world begins"
     one.start_world(3, 0.0)
     one.on_answers(1, 5.0)
     assert math.isinf(one.expires_at) and not one.armed
@@ -54,18 +56,7 @@ def test_a_world_whose_doors_never_answered_has_none():
     assert one.armed and one.expires_at == min(6.0 + MINORITY_SECONDS, PART_SECONDS)
     one.start_world(3, 50.0)
     assert not one.armed, "the next world is another one"
-
-
-def test_before_a_world_begins_there_is_none():
-    one = Lease()
-    assert not one.armed and math.isinf(one.expires_at)
-    one.on_answers(1, 5.0)
-    assert not one.armed
-
-
-def test_alone_there_is_nobody_to_miss():
-    one = lease(0)
-    assert math.isinf(one.expires_at)
+    assert math.isinf(lease(0).expires_at), "alone there is nobody to miss"
 
 
 def test_what_comes_late_shortens_no_lease():
@@ -76,14 +67,12 @@ def test_what_comes_late_shortens_no_lease():
     assert one.expires_at == 100.0 + MINORITY_SECONDS
 
 
-def test_more_than_half_of_an_even_world_are_needed():
-    """Of four agents two are no majority, of three they are."""
-    four, three = Lease(), Lease()
-    four.start_world(3, 0.0)
-    four.on_answers(1, 1.0)
-    three.start_world(2, 0.0)
-    three.on_answers(1, 1.0)
-    assert (four.armed, three.armed) == (False, True)
+@pytest.mark.parametrize(("others", "armed"), [(3, False), (2, True)])
+def test_more_than_half_are_needed(others: int, armed: bool):
+    one = Lease()
+    one.start_world(others, 0.0)
+    one.on_answers(1, 1.0)
+    assert one.armed == armed
 
 
 def test_how_long_the_controller_waits():

@@ -7,33 +7,21 @@ import pytest
 
 from tests.support.consensus import ME, company, pairs, plan, promise, share
 from unicron_ctl.shared.consensus import acceptor, proposer
+from unicron_ctl.shared.consensus.acceptor import AcceptorAction as Act
+from unicron_ctl.shared.consensus.acceptor import AcceptorEvent, AcceptorState
 from unicron_ctl.shared.consensus.participant import ASK_SECONDS, ControllerSilence, Participant
-from unicron_ctl.shared.consensus.proposals import (
-    PROPOSERS,
-    has_stopped,
-    is_whole,
-    make_proposal,
-    proposal_for,
-)
+from unicron_ctl.shared.consensus.proposals import has_stopped, make_proposal
 from unicron_ctl.shared.protocol import peer_messages, shared_plans, structs
 
 
 def test_the_acceptor_knows_what_to_do_in_every_state():
-    assert set(acceptor.TABLE) == set(acceptor.AcceptorState)
-    assert all(set(row) == set(acceptor.AcceptorEvent) for row in acceptor.TABLE.values())
-    accepting = [
-        (s, h)
-        for s, row in acceptor.TABLE.items()
-        for h, (_, act) in row.items()
-        if act is acceptor.AcceptorAction.ACCEPTED
-    ]
-    assert accepting == [(acceptor.AcceptorState.PROMISED, acceptor.AcceptorEvent.ACCEPT)], (
-        "only what it has promised to take"
-    )
-    assert all(
-        row[acceptor.AcceptorEvent.CONTROLLER_SPOKE][0] is acceptor.AcceptorState.IDLE
-        for row in acceptor.TABLE.values()
-    ), "the controller decides"
+    assert set(acceptor.TABLE) == set(AcceptorState)
+    assert all(set(row) == set(AcceptorEvent) for row in acceptor.TABLE.values())
+    actions = {(state, event): action for state, row in acceptor.TABLE.items() for event, (_, action) in row.items()}
+    accepting = [case for case, action in actions.items() if action is Act.ACCEPTED]
+    assert accepting == [(AcceptorState.PROMISED, AcceptorEvent.ACCEPT)], "only what it has promised to take"
+    spoke = [row[AcceptorEvent.CONTROLLER_SPOKE][0] for row in acceptor.TABLE.values()]
+    assert spoke == [AcceptorState.IDLE] * 3, "the controller decides"
 
 
 def test_a_proposer_comes_back_to_rest_from_everywhere():
@@ -48,30 +36,26 @@ def test_a_proposer_comes_back_to_rest_from_everywhere():
 
 def test_a_lower_ballot_is_refused_and_what_was_accepted_stays():
     one = acceptor.Acceptor()
-    assert (
-        one.on_prepare((2, 1)) is acceptor.AcceptorAction.ASK_CONTROLLER
-        and one.on_controller_silent() is acceptor.AcceptorAction.PROMISE
-    )
-    assert one.on_prepare((1, 3)) is acceptor.AcceptorAction.NACK
+    assert one.on_prepare((2, 1)) is Act.ASK_CONTROLLER and one.on_controller_silent() is Act.PROMISE
+    assert one.on_prepare((1, 3)) is Act.NACK
     proposal = make_proposal(company(3), {0: promise(0), 1: promise(1)}, 2, (2, 1), "agent1")[0]
-    assert one.on_accept(proposal) is acceptor.AcceptorAction.ACCEPTED
-    assert one.on_controller_spoke() is acceptor.AcceptorAction.DECLINE and one.accepted == proposal
-    assert one.on_accept(proposal) is acceptor.AcceptorAction.DECLINE, "the controller has spoken"
+    assert one.on_accept(proposal) is Act.ACCEPTED
+    assert one.on_controller_spoke() is Act.DECLINE and one.accepted == proposal
+    assert one.on_accept(proposal) is Act.DECLINE, "the controller has spoken"
 
 
 def test_a_prepare_that_comes_twice_is_answered_as_the_first_one():
     one = acceptor.Acceptor()
-    act = acceptor.AcceptorAction
-    assert one.on_prepare((2, 1)) is one.on_prepare((2, 1)) is act.ASK_CONTROLLER
-    assert one.on_prepare((2, 0)) is act.NACK, "while the controller is asked for another one"
-    assert one.on_controller_silent() is act.PROMISE and one.highest == (2, 1)
-    assert one.on_prepare((2, 1)) is act.PROMISE and one.state is acceptor.AcceptorState.PROMISED
-    assert one.on_prepare((3, 0)) is act.ASK_CONTROLLER and one.promised == (2, 1)
-    assert one.on_prepare((2, 1)) is act.NACK, "a higher one is prepared"
-    assert one.on_controller_spoke() is act.DECLINE and one.on_controller_spoke() is act.IGNORE
-    assert one.on_prepare((2, 1)) is act.DECLINE and one.on_prepare((2, 0)) is act.NACK
-    assert one.on_prepare((3, 0)) is act.NACK, "the controller has spoken since it was prepared"
-    assert one.on_controller_silent() is act.IGNORE
+    assert one.on_prepare((2, 1)) is one.on_prepare((2, 1)) is Act.ASK_CONTROLLER
+    assert one.on_prepare((2, 0)) is Act.NACK, "while the controller is asked for another one"
+    assert one.on_controller_silent() is Act.PROMISE and one.highest == (2, 1)
+    assert one.on_prepare((2, 1)) is Act.PROMISE and one.state is AcceptorState.PROMISED
+    assert one.on_prepare((3, 0)) is Act.ASK_CONTROLLER and one.promised == (2, 1)
+    assert one.on_prepare((2, 1)) is Act.NACK, "a higher one is prepared"
+    assert one.on_controller_spoke() is Act.DECLINE and one.on_controller_spoke() is Act.IGNORE
+    assert one.on_prepare((2, 1)) is Act.DECLINE and one.on_prepare((2, 0)) is Act.NACK
+    assert one.on_prepare((3, 0)) is Act.NACK, "the controller has spoken since it was prepared"
+    assert one.on_controller_silent() is Act.IGNORE
 
 
 def test_how_long_the_controller_is_silent():
@@ -92,36 +76,6 @@ def test_who_is_at_rest():
     assert rests("stopped", broken=4) and rests("finished") and rests("exited") and rests("waiting")
     assert not rests("stopped", broken=3) and not rests("running", broken=4) and not rests("entering")
     assert rests("running", fault=structs.Fault(type="E", text="", at=0.0, fatal=True)), "its process ends"
-
-
-def test_the_plan_leaves_out_who_did_not_answer_and_who_cannot_go_on():
-    promises = {
-        0: promise(0, iteration=3, done=[0]),
-        1: promise(1, state="exited", exit=structs.Exit(code=-9, at=0.0, lived=1.0), incarnation=2),
-        3: promise(3, iteration=3, done=[1, 1]),
-        4: promise(4, iteration=3, done=[5]),
-    }
-    made, following = make_proposal(company(6), promises, 2, (1, 0), "agent0")
-    assert following.members == [0, 4] and following.generation == 2 and following.store == "n0:4000"
-    assert (
-        sorted(i for indices in following.assignment.values() for i in indices) == list(range(6))
-        and 5 in following.assignment[4]
-    )
-    assert [(lost.slot, lost.incarnation) for lost in made.lost] == [(1, 2), (2, -1), (3, 0), (5, -1)]
-    assert "4 of 6 agents" in following.reason
-
-
-def test_nobody_who_can_go_on_is_no_plan():
-    assert make_proposal(company(2), {0: promise(0, done=[0, 0])}, 2, (1, 0), "agent0") is None
-
-
-def test_only_leaders_are_told_everything():
-    crowd = company(3 * PROPOSERS)
-    made, _ = make_proposal(crowd, {e: promise(e, iteration=1) for e in crowd.elements}, 2, (1, 0), "agent0")
-    assert [peer.element for peer in shared_plans.proposers(made.share)] == list(range(PROPOSERS))
-    assert is_whole(made) and is_whole(proposal_for(made, PROPOSERS - 1, crowd))
-    mine = proposal_for(made, PROPOSERS, crowd)
-    assert list(mine.share.assignment) == [PROPOSERS] and not mine.share.peers and not is_whole(mine)
 
 
 def test_what_a_leader_sends_and_looks_at_grows_with_the_job_and_not_with_its_square(monkeypatch):
@@ -162,23 +116,6 @@ def test_a_leader_halts_all_again_when_it_hears_of_a_later_generation():
     assert one.state is proposer.ProposerState.HALTING, "who has stopped for the first one only is waited for"
 
 
-def test_agents_go_on_by_replicas_and_leave_the_rest_as_standbys():
-    promises = {e: promise(e, done=[0, 2, 4] if e < 2 else [1, 3, 5]) for e in (0, 1, 2)}
-    made, following = make_proposal(pairs(4), promises, 2, (1, 0), "agent0")
-    assert (following.members, following.replica) == ([0, 1], 2)
-    assert following.assignment == {0: [0, 2, 4, 1, 3, 5]} and is_whole(made)
-    assert [lost.slot for lost in made.lost] == [3], "slot 2 waits with its state"
-    assert make_proposal(pairs(4), {e: promise(e) for e in (0, 2)}, 2, (1, 0), "agent0") is None
-
-
-def test_each_agent_gets_the_micro_batches_of_its_replicas():
-    crowd = pairs(2 * PROPOSERS + 2)
-    made, _ = make_proposal(crowd, {e: promise(e, iteration=1) for e in crowd.elements}, 2, (1, 0), "agent0")
-    head = 2 * PROPOSERS
-    for element in (head, head + 1):
-        assert list(proposal_for(made, element, crowd).share.assignment) == [head]
-
-
 def test_a_leader_names_the_lost_so_that_the_rest_of_their_replicas_stops():
     crowd = pairs(6)
     one = proposer.Proposer(ME, crowd)
@@ -210,17 +147,14 @@ def agent():
     return made
 
 
-def test_the_controllers_other_plan_of_the_same_number_is_not_followed(agent):
-    assert agent.on_plan(share(plan(2, [0, 2]))) is None and agent.agreed is not None
-
-
-def test_what_the_others_chose_is_followed_from_the_controller(agent):
-    """This agent accepted another ballot's plan of the same number, which so cannot have been chosen."""
-    assert agent.on_plan(share(plan(2, [0, 2], "7.g2.2.2"))).prefix == "7.g2.2.2" and agent.agreed is None
-
-
-def test_the_controllers_later_plan_is_followed(agent):
-    assert agent.on_plan(share(plan(3, [0, 2]))).generation == 3 and agent.agreed is None
+@pytest.mark.parametrize(
+    ("number", "prefix", "followed"),
+    [(2, "", False), (2, "7.g2.2.2", True), (3, "", True)],
+    ids=["its own other plan of this number", "what the others chose, of another ballot", "a later one"],
+)
+def test_which_plan_of_the_controller_takes_the_place_of_an_accepted_one(agent, number, prefix, followed):
+    order = share(plan(number, [0, 2], prefix))
+    assert (agent.on_plan(order) is not None, agent.agreed is None) == (followed, followed)
 
 
 def test_the_controller_makes_the_plan_its_own(agent):
