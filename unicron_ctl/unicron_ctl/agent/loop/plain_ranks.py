@@ -38,18 +38,16 @@ OWN_END_SECONDS = 2.0  # its processes may end by themselves, so that each shows
 LOOK_SECONDS = 0.05
 COUNT_SECONDS = 0.25  # between two looks at what the processes have counted
 DOORS_SECONDS = 1.0
-WITHOUT_CONTROLLER_SECONDS = (
-    60.0  # for which a finished node waits for the others while no controller reports their end
-)
+WITHOUT_CONTROLLER_SECONDS = 60.0  # of a finished node's wait for the others while no controller reports their end
 NOT_FOR_PROGRAMS = ("UNICRON_AGENT", "UNICRON_SLOT", "UNICRON_INCARNATION", "UNICRON_STACKS")
 
 
 class Absence:
     """Writes one line when a rank has ended while the controller is away, so that all ranks wait, and one when the
-    controller is back. speaks: this node also writes it if its ranks ended only because others did."""
+    controller is back."""
 
     def __init__(self, speaks: bool) -> None:
-        self._speaks = speaks
+        self._speaks = speaks  # this node also writes it if its ranks ended only because others did
         self._since: float | None = None  # the time of the controller's last message before the first line
 
     def news(self, connected: bool, last_heard: float, ranks: Iterable[structs.RankStatus], now: float) -> str:
@@ -78,7 +76,7 @@ class Absence:
 
 
 class PlainRank(Rank):
-    """One slot, whose process exists only within a generation. counted: the progress that its process counts."""
+    """One slot, whose process exists only within a generation."""
 
     def __init__(
         self,
@@ -91,6 +89,7 @@ class PlainRank(Rank):
     ):
         super().__init__(slot, local, command, lambda *_: {}, starter, surroundings)
         self.counted = counted
+        """The progress that its process counts"""
         self.step: Step | None = None  # a step of its process that has not been reported yet
         self.breaking: int | None = None  # the generation whose Break ends its process
         self.signalled = False  # ... and the process has got SIGTERM

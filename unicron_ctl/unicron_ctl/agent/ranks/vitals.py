@@ -89,7 +89,7 @@ def _text(path: str) -> str:
 
 
 class Activity:
-    """Tells how long one process has been idle. now: seconds on a clock that does not jump."""
+    """Tells how long one process has been idle. All times are seconds on a clock that does not jump."""
 
     def __init__(self, usage: Usage, now: float) -> None:
         self._usage, self._time, self._busy_at = usage, now, now
