@@ -126,7 +126,7 @@ class Connections:
 
     def abandon(self) -> None:
         """Remove the sockets of an agent that cannot begin."""
-        _abandon(self.context, self.ranks.folder)
+        self.context.destroy(linger=0)
         self.ranks.remove()
 
 
@@ -140,10 +140,6 @@ def connect(place: Place, address: str, environment: Mapping[str, str]) -> Conne
         ranks = RankLine(context, folder)
         return Connections(context, line, Outbox(line, log), ranks, Polling(containment), containment, log)
     except BaseException:
-        _abandon(context, folder)
+        context.destroy(linger=0)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _abandon(context: zmq.Context[zmq.Socket[bytes]], folder: str) -> None:
-    context.destroy(linger=0)
-    shutil.rmtree(folder, ignore_errors=True)

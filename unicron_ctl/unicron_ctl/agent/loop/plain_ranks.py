@@ -21,9 +21,8 @@ from unicron_ctl.agent.loop.agent import SIGTERM_SECONDS, Agent
 from unicron_ctl.agent.node.rendezvous_store import FreePort, Store
 from unicron_ctl.agent.ranks.counted import Folder, Progress
 from unicron_ctl.agent.ranks.fence import CUT_OFF, Fence
-from unicron_ctl.agent.ranks.ranks import COLD, STOP_SECONDS, Rank, package_path, surroundings_of, task_environment
+from unicron_ctl.agent.ranks.ranks import STOP_SECONDS, Rank, package_path, surroundings_of, task_environment
 from unicron_ctl.agent.ranks.static_world import World, outside_the_step
-from unicron_ctl.agent.ranks.zygote_client import Starter
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
 from unicron_ctl.shared.settings.limits import ORPHAN_SECONDS, PLANNED_SECONDS
 from unicron_detector.failures.classify import default_classifier
@@ -84,10 +83,9 @@ class PlainRank(Rank):
         local: int,
         command: Sequence[str],
         counted: Progress,
-        starter: Starter = COLD,
         surroundings: Surroundings = USUAL,
     ):
-        super().__init__(slot, local, command, lambda *_: {}, starter, surroundings)
+        super().__init__(slot, local, command, lambda *_: {}, surroundings=surroundings)
         self.counted = counted
         """The progress that its process counts"""
         self.step: Step | None = None  # a step of its process that has not been reported yet

@@ -26,8 +26,7 @@ class StandIn:
         self._obey, self._outbox, self._log, pair = obey, net.outbox, net.log, net.line.pair
         self._line = Peers(net.context, place.address, pair, net.log.warn) if reachable else None
         self.address = self._line.address if self._line is not None else ""
-        self.key = pair[0] if self.address else ""
-        me = structs.Peer(place.element, identity, self.address, self.key)
+        me = structs.Peer(place.element, identity, self.address, pair[0] if self.address else "")
         self.participant = Participant(me, place.settings.ranks_per_node)
         self._known: Mapping[str, structs.Peer] = {}
 

@@ -110,6 +110,7 @@ def why_not_idle(node: NodeInfo) -> str:
 
 
 def search_path() -> dict[str, str]:
-    """Return this process's environment, with the folders of Slurm's programs in PATH."""
+    """Return this process's environment, with the folders of Slurm's programs in PATH: Debian keeps daemons in
+    /usr/sbin, which ordinary users do not have there."""
     more = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin")
     return {**os.environ, "PATH": os.pathsep.join([os.environ.get("PATH", ""), *more])}

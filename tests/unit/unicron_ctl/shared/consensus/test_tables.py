@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.support.consensus import ME, company, pairs, plan, promise, share
+from tests.support.consensus import ME, company, plan, promise, share
 from unicron_ctl.shared.consensus import acceptor, proposer
 from unicron_ctl.shared.consensus.participant import ASK_SECONDS, ControllerSilence, Participant
 from unicron_ctl.shared.consensus.proposals import (
@@ -164,15 +164,15 @@ def test_a_leader_halts_all_again_when_it_hears_of_a_later_generation():
 
 def test_agents_go_on_by_replicas_and_leave_the_rest_as_standbys():
     promises = {e: promise(e, done=[0, 2, 4] if e < 2 else [1, 3, 5]) for e in (0, 1, 2)}
-    made, following = make_proposal(pairs(4), promises, 2, (1, 0), "agent0")
+    made, following = make_proposal(company(4, 2), promises, 2, (1, 0), "agent0")
     assert (following.members, following.replica) == ([0, 1], 2)
     assert following.assignment == {0: [0, 2, 4, 1, 3, 5]} and is_whole(made)
     assert [lost.slot for lost in made.lost] == [3], "slot 2 waits with its state"
-    assert make_proposal(pairs(4), {e: promise(e) for e in (0, 2)}, 2, (1, 0), "agent0") is None
+    assert make_proposal(company(4, 2), {e: promise(e) for e in (0, 2)}, 2, (1, 0), "agent0") is None
 
 
 def test_each_agent_gets_the_micro_batches_of_its_replicas():
-    crowd = pairs(2 * PROPOSERS + 2)
+    crowd = company(2 * PROPOSERS + 2, 2)
     made, _ = make_proposal(crowd, {e: promise(e, iteration=1) for e in crowd.elements}, 2, (1, 0), "agent0")
     head = 2 * PROPOSERS
     for element in (head, head + 1):
@@ -180,7 +180,7 @@ def test_each_agent_gets_the_micro_batches_of_its_replicas():
 
 
 def test_a_leader_names_the_lost_so_that_the_rest_of_their_replicas_stops():
-    crowd = pairs(6)
+    crowd = company(6, 2)
     one = proposer.Proposer(ME, crowd)
     one.on_request(1.0)
     for element in (0, 2, 3, 4):
