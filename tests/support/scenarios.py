@@ -108,13 +108,13 @@ def allocation_comes(world: World, element: int, node: str, nodes: int = 3, stat
     return agent
 
 
-def blocks(elements: int = 3, size: int = 2, free: int = 1, **settings: Any) -> tuple[World, dict[int, FakeAgent]]:
-    """Job 1 is an array of elements of several nodes, with an agent on each; agents by number."""
-    world = World(FakeSlurm(elements * size + free))
-    world.slurm.submit("1", elements, size)
+def blocks(free: int = 1, **settings: Any) -> tuple[World, dict[int, FakeAgent]]:
+    """Job 1 is an array of three elements of two nodes, with an agent on each; agents by number."""
+    world = World(FakeSlurm(6 + free))
+    world.slurm.submit("1", 3, 2)
     agents: dict[int, FakeAgent] = {}
-    for element in range(elements):
-        block_comes(world, agents, element, elements * size, **settings)
+    for element in range(3):
+        block_comes(world, agents, element, 6, **settings)
     return world, agents
 
 
