@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from tests.support.browser import DESKTOP, PHONE, Browser
+from tests.support.browser import PHONE, Browser
 from tests.support.web_page import Site, busy_world, hurt
 
 HERE = Path(__file__).resolve().parent
@@ -28,7 +28,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="unicron-pictures-") as folder:
         site = Site(world, Path(folder), viewers=False)
         try:
-            browser = Browser(DESKTOP)
+            browser = Browser()
             try:
                 browser.open(f"http://{site.host}/")
                 browser.wait("document.querySelectorAll('#jobs .job').length")

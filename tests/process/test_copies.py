@@ -126,7 +126,7 @@ def test_a_copy_of_which_a_bit_has_flipped_is_seen_and_never_trained_with(tmp_pa
         job.both_copied()
         job.power_failure(1, "n1")
         for found in job.copies("n0", 1):
-            flip(found)
+            flip(found.path)
         job.array.start(1, SLURMD_NODENAME="n5")
         job.wait(lambda: "do not match their checksum" in job.agents[0].log, "the damage is seen")
         plan = job.on_again()

@@ -25,7 +25,6 @@ def submit_training(
     folder: Path,
     *options: str,
     launch: str = "",
-    program: Path = TINY,
     **variables: object,
 ) -> str:
     """Submit a training without end, and return the number of its job.
@@ -39,7 +38,7 @@ def submit_training(
     given |= {"TINY_OUT": out, "TINY_SAVE": 0, "TINY_ITERATIONS": FOREVER, "TINY_SLOW": 0.1} | variables
     exports = "".join(f"export {name}='{value}'\n" for name, value in given.items())
     script = folder / "job.sh"
-    script.write_text(f"#!/bin/bash\n{exports}exec {launch} {' '.join(AGENT)} run -- {AGENT[0]} {program}\n")
+    script.write_text(f"#!/bin/bash\n{exports}exec {launch} {' '.join(AGENT)} run -- {AGENT[0]} {TINY}\n")
     usual = ("--parsable", "--requeue", "--open-mode=append", "-o", folder / "%a.out")
     return slurm(cluster, "sbatch", *usual, *options, script)
 

@@ -38,7 +38,7 @@ class Browser:
     close() ends it.
     """
 
-    def __init__(self, size: tuple[int, int] = DESKTOP, dark: bool = False) -> None:
+    def __init__(self) -> None:
         self._profile = tempfile.mkdtemp(prefix="unicron-chromium-")
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
@@ -64,9 +64,7 @@ class Browser:
             self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
             for domain in ("Page", "Runtime", "Log", "Network"):
                 self.call(f"{domain}.enable")
-            self.resize(size)
-            if dark:
-                self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+            self.resize(DESKTOP)
         except BaseException:
             self.close()
             raise

@@ -27,14 +27,8 @@ def promise(element: int, **ranks) -> peer_messages.Promise:
     )
 
 
-def company(count: int) -> Membership:
+def company(count: int, replica: int = 1) -> Membership:
+    """A job with one rank a node."""
     everybody = {e: structs.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)}
-    made = plan(1, list(range(count)))
-    return Membership(made, everybody, proposers_of(made, everybody.get, 1), 1)
-
-
-def pairs(count: int) -> Membership:
-    """A job with one rank a node and two a replica."""
-    everybody = {e: structs.Peer(e, f"agent{e}", f"n{e}:1", f"key{e}") for e in range(count)}
-    made = plan(1, list(range(count)), replica=2)
+    made = plan(1, list(range(count)), replica=replica)
     return Membership(made, everybody, proposers_of(made, everybody.get, 1), 1)

@@ -155,15 +155,15 @@ def fetching(iteration: int, index: int) -> None:
         time.sleep(SLOW)
 
 
-def around(owner, name: str, before: str, after: str = "") -> None:
+def around(owner, name: str, before: str, after: str = "", reached=point) -> None:
     """Points before and after a function of `owner`."""
     original = getattr(owner, name)
 
     def wrapped(*arguments, **keywords):
-        point(before)
+        reached(before)
         outcome = original(*arguments, **keywords)
         if after:
-            point(after)
+            reached(after)
         return outcome
 
     setattr(owner, name, wrapped)
@@ -233,18 +233,9 @@ def around_copies() -> None:
         reached("half")
         fill(self, tensors)
 
-    def before(owner, what: str, name: str) -> None:
-        original = getattr(owner, what)
-
-        def wrapped(*arguments, **keywords):
-            reached(name)
-            return original(*arguments, **keywords)
-
-        setattr(owner, what, wrapped)
-
     keeper.Keeper._copy, contents.Copier.copy = copied, filled
-    before(image_format.Image, "mark_whole", "sum")
-    before(image_format, "_page", "finish")
+    around(image_format.Image, "mark_whole", "sum", reached=reached)
+    around(image_format, "_page", "finish", reached=reached)
 
 
 def silent(original, result):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from unicron_transition.snapshot.image_format import ImagePage
+from pathlib import Path
+
+from unicron_transition.snapshot.image_format import read_page
 
 
-def flip(found: ImagePage) -> None:
+def flip(path: Path) -> None:
     """One bit in the middle of its data, in place."""
-    with found.path.open("r+b") as file:
+    found = read_page(path)
+    with path.open("r+b") as file:
         file.seek(found.offset + found.data_bytes // 2)
         byte = file.read(1)
         file.seek(-1, 1)

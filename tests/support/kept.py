@@ -12,7 +12,7 @@ import torch
 
 from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
 from unicron_transition.snapshot.contents import Gatherer
-from unicron_transition.snapshot.image_format import inventory, read_page
+from unicron_transition.snapshot.image_format import inventory
 from unicron_transition.snapshot.keeper import Keeper
 from unicron_transition.snapshot.migrate import TrainingState
 from unicron_transition.snapshot.whole_state import Beginnings
@@ -67,10 +67,3 @@ def beginnings(folder: Path | None, checkpoints: Checkpoints | None = None) -> B
 def no_room(*_: object) -> NoReturn:
     """Raise the error of a full memory."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def spoil(path: Path, at: int = -40) -> None:
-    data = bytearray(path.read_bytes())
-    found = read_page(path)
-    data[found.offset + found.data_bytes // 2 if at < 0 else at] ^= 0x10
-    path.write_bytes(data)

@@ -264,7 +264,7 @@ class LinksCluster:
         self.cluster.links.loss(_names(hosts), share)
 
     # ------------------------------------------------------------ programs
-    def run(self, host: str, *words: str, check: bool = True, limit: float = LIMIT) -> str:
+    def run(self, host: str, *words: str, check: bool = True) -> str:
         """A command's output on a host."""
         done = subprocess.run(
             [*self.cluster.command_prefix(host), *words],
@@ -273,7 +273,7 @@ class LinksCluster:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=limit,
+            timeout=LIMIT,
             check=False,
         )
         assert done.returncode == 0 or not check, f"{words}: {done.stdout}{done.stderr}"

@@ -118,7 +118,7 @@ class VotingAgent(FakeAgent):
 class PartitionedJob:
     """`count` agents of one job that trains."""
 
-    def __init__(self, count: int, random: Random, loss: float = 0.0) -> None:
+    def __init__(self, count: int, random: Random, loss: float) -> None:
         self.count, self.random, self.loss = count, random, 0.0
         self.world = World(FakeSlurm(count))
         self.world.slurm.submit("1", count)

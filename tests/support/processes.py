@@ -97,9 +97,9 @@ def call(
     )
 
 
-def unicronctl(*words: str, cwd: Path = ROOT, limit: float = 60.0, **settings: str) -> subprocess.CompletedProcess[str]:
+def unicronctl(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """One command; `settings` are environment variables."""
-    return call(*UNICRONCTL, *words, cwd=cwd, environment=outside_slurm() | {"COLUMNS": "200"} | settings, limit=limit)
+    return call(*UNICRONCTL, *words, environment=outside_slurm() | {"COLUMNS": "200"} | settings)
 
 
 def children(pid: int) -> set[int]:

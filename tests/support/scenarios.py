@@ -93,34 +93,28 @@ def allocation_row(nodes: str | None, state: str = "RUNNING", restarts: int = 0)
     return {"state": state, "node": nodes, "restarts": restarts, **facts}
 
 
-def allocation_job(
-    nodes: int = 3, free: int = 1, stated: bool = False, config: Mapping[str, Any] | None = None, **settings: Any
-) -> Scenario:
+def allocation_job(nodes: int = 3, free: int = 1, stated: bool = False) -> Scenario:
     """Job 1 has n1, n2, ... as one allocation, with an agent on each. stated: its owner has stated a minimum."""
-    world = World(FakeSlurm(nodes + free), **(config or {}))
+    world = World(FakeSlurm(nodes + free))
     world.slurm.queue["1", 0] = allocation_row(f"n[1-{nodes}]")
-    return world, [
-        allocation_comes(world, element, f"n{element + 1}", nodes, stated, **settings) for element in range(nodes)
-    ]
+    return world, [allocation_comes(world, element, f"n{element + 1}", nodes, stated) for element in range(nodes)]
 
 
-def allocation_comes(
-    world: World, element: int, node: str, nodes: int = 3, stated: bool = False, no_kill: bool = False, **settings: Any
-) -> FakeAgent:
+def allocation_comes(world: World, element: int, node: str, nodes: int = 3, stated: bool = False) -> FakeAgent:
     """An agent of an allocation registers."""
-    agent = FakeAgent(world, "1", element, node, nodes=nodes, **settings)
-    agent.settings.allocation, agent.settings.min_stated, agent.settings.no_kill = True, stated, no_kill
+    agent = FakeAgent(world, "1", element, node, nodes=nodes)
+    agent.settings.allocation, agent.settings.min_stated = True, stated
     agent.register()
     return agent
 
 
-def blocks(elements: int = 3, size: int = 2, free: int = 1, **settings: Any) -> tuple[World, dict[int, FakeAgent]]:
-    """Job 1 is an array of elements of several nodes, with an agent on each; agents by number."""
-    world = World(FakeSlurm(elements * size + free))
-    world.slurm.submit("1", elements, size)
+def blocks(free: int = 1, **settings: Any) -> tuple[World, dict[int, FakeAgent]]:
+    """Job 1 is an array of three elements of two nodes, with an agent on each; agents by number."""
+    world = World(FakeSlurm(6 + free))
+    world.slurm.submit("1", 3, 2)
     agents: dict[int, FakeAgent] = {}
-    for element in range(elements):
-        block_comes(world, agents, element, elements * size, **settings)
+    for element in range(3):
+        block_comes(world, agents, element, 6, **settings)
     return world, agents
 
 
@@ -162,12 +156,6 @@ def submit(world: World, job: str, count: int, weight: float = 1.0, **facts: Any
     """The job's elements are submitted, and agents come where Slurm runs them. facts: of `FakeSlurm.submit`."""
     world.slurm.submit(job, count, **facts)
     return start(world, job, count, weight)
-
-
-def grow_back(world: World, job: str = "1", count: int = 3, seconds: float = 1.0, **settings: Any) -> None:
-    """Agents start where Slurm runs elements (:func:`follow`), and their ranks come in at the next boundary."""
-    ready(world, follow(world, job, count, **settings), after=seconds)
-    boundary(world, 0.0)
 
 
 # ---------------------------------------------------------------- what happens

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
 import zmq
 
 from tests.support.processes import LIMIT
@@ -82,8 +83,7 @@ class ScriptedAgent:
     def status(self, **changes: Any) -> None:
         """The rank's status, with what has changed in it."""
         if changes:
-            values = {name: getattr(self.rank, name) for name in structs.RankStatus.__struct_fields__}
-            self.rank = structs.RankStatus(**{**values, **changes, "changed": time.time()})
+            self.rank = msgspec.structs.replace(self.rank, **changes, changed=time.time())
         self._number, self._beat = self._number + 1, time.monotonic()
         self.send(
             wire.Status(
@@ -111,11 +111,9 @@ class ScriptedAgent:
         while time.monotonic() < deadline:
             for agent in (self, *others):
                 agent.turn()
-            found = [
-                m for m in self.heard if isinstance(m, kind) and (not after or getattr(m, "generation", 0) > after)
-            ]
-            if found:
-                return found[-1]
+            for message in reversed(self.heard):
+                if isinstance(message, kind) and (not after or getattr(message, "generation", 0) > after):
+                    return message
             self.socket.poll(10)
         names = [type(message).__name__ for message in self.heard]
         raise AssertionError(f"no {kind.__name__} within {limit:g} s; heard {names}")
@@ -187,10 +185,7 @@ class FakeController:
         raise AssertionError(f"not within {limit:g} s: {what}")
 
     def status(
-        self,
-        fits: Callable[[wire.Status], bool] = lambda status: True,
-        what: str = "a status",
-        limit: float = LIMIT,
+        self, fits: Callable[[wire.Status], bool] = lambda _: True, what: str = "a status", limit: float = LIMIT
     ) -> wire.Status:
         """The next status that fits."""
         return self.hear(lambda message: isinstance(message, wire.Status) and fits(message), what, limit)

@@ -427,8 +427,8 @@ class Training:
         self.build()
         if number:
             self.take_up(number - 1, before)
-            self.schedule(sum(count for _, count in self.settings["phases"][:number]))
             self.iteration = sum(count for _, count in self.settings["phases"][:number])
+            self.schedule(self.iteration)
 
     def train(self, iterations: int) -> None:
         end = self.iteration + iterations

@@ -125,14 +125,11 @@ class Trainer(FakeAgent):
             if hit or rank.phase != "computing" or self.complete(slot):
                 if body.begun:
                     body.gradient, body.begun = [], 0
-                self.set(slot, state="stopped", done=self.told(slot))
+                self.set(slot, state="stopped", done=list(body.gradient))
 
     def complete(self, slot: int) -> bool:
         body = self.bodies[slot]
         return not body.fresh and set(body.gradient) == set(body.assigned)
-
-    def told(self, slot: int) -> list[int]:
-        return list(self.bodies[slot].gradient)
 
     def mates(self, slot: int) -> list[int]:
         plan = self.bodies[slot].plan
@@ -232,7 +229,7 @@ class Trainer(FakeAgent):
             return self._compute(slot)
         inside = [job.inside(member, plan.generation, rank.iteration) for member in plan.members]
         if rank.phase == "computing":
-            self.set(slot, phase="reducing", done=self.told(slot))
+            self.set(slot, phase="reducing", done=list(body.gradient))
             return True
         if rank.phase == "reducing":
             beside = [m for m in plan.members if m % plan.replica == slot % plan.replica]
@@ -255,13 +252,10 @@ class Trainer(FakeAgent):
             self.step(slot)
             if job.sharded:
                 count, index = self._own(slot)
-                body.shards[body.version, plan.generation, count] = {
-                    *body.shards.get((body.version, plan.generation, count), set()),
-                    index,
-                }
+                body.shards.setdefault((body.version, plan.generation, count), set()).add(index)
                 body.sent = False
             self.set(slot, phase="stepped", done=[])
-            self.job_of.stepped(slot)
+            job.steps += 1
             return True
         if job.sharded and (plan.generation, rank.iteration) not in job.acknowledged:
             return self._copy(slot, plan, rank, body)
@@ -335,7 +329,7 @@ class Trainer(FakeAgent):
             if body.begun < len(set(body.assigned) - set(body.gradient)):
                 return True
             body.gradient, body.begun = list(body.assigned), 0
-        self.set(slot, done=self.told(slot))
+        self.set(slot, done=list(body.gradient))
         self.settle(slot)
         return True
 
@@ -343,21 +337,11 @@ class Trainer(FakeAgent):
 class TrainingJob:
     """A job of `nodes` elements with `per_node` ranks, `size` ranks a replica. remembers: shards outlive ranks."""
 
-    def __init__(
-        self,
-        size: int,
-        per_node: int,
-        nodes: int,
-        started: int,
-        sharded: bool = False,
-        remembers: bool = False,
-        **settings: float,
-    ) -> None:
+    def __init__(self, size: int, per_node: int, nodes: int, started: int, sharded: bool, remembers: bool) -> None:
         self.sharded, self.remembers = sharded, remembers
         self.acknowledged: set[tuple[int, int]] = set()  # (generation, iteration) whose state has copies
         self.size, self.per_node, self.nodes, self.checkpoint = size, per_node, nodes, 0
-        usual = {"forming_settle_seconds": 0.5, "offer_delay": 0.1, "repeat_seconds": 0.2, "fault_grace": 0.2}
-        self.world = World(**{**usual, **settings})
+        self.world = World(forming_settle_seconds=0.5, offer_delay=0.1, repeat_seconds=0.2, fault_grace=0.2)
         self.trainers: dict[int, Trainer] = {}
         self.killed: set[int] = set()
         self.committed: set[tuple[int, int]] = set()  # (generation, iteration)
@@ -402,9 +386,6 @@ class TrainingJob:
         if rank is None or mine is None or rank.generation != mine.generation:
             return rank is not None and mine is not None and rank.entering == mine.generation
         return rank.state == "running" or (rank.state == "stopped" and self.trainer(mate).complete(mate))
-
-    def stepped(self, slot: int) -> None:
-        self.steps += 1
 
     def kill(self, slot: int) -> None:
         self.killed.add(slot)

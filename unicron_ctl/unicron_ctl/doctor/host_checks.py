@@ -202,19 +202,7 @@ def kernel_log(case: Case) -> Iterator[Finding]:
         yield good(f"{found.path} can be read")
 
 
-def prolog_scripts(asked: Inspection) -> ScriptFacts:
-    return _scripts(asked.question.prolog)
-
-
-def epilog_scripts(asked: Inspection) -> ScriptFacts:
-    return _scripts(asked.question.epilog)
-
-
-def health_program(asked: Inspection) -> ScriptFacts:
-    return _scripts([asked.question.health_program] if asked.question.health_program else [])
-
-
-def _scripts(patterns: Iterable[str]) -> ScriptFacts:
+def scripts(patterns: Iterable[str]) -> ScriptFacts:
     """Return the programs that these paths with wildcards lead to."""
     found = [path for pattern in patterns for path in sorted(glob.glob(pattern)) if os.path.isfile(path)]
     ours = [path for path in found if _is_ours(path)]

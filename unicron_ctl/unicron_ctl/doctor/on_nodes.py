@@ -69,10 +69,10 @@ def pieces(node: str, kind: str, data: bytes) -> list[str]:
 
 
 class Collector:
-    """Puts the pieces of answers together, in any order. names: the nodes whose pieces count."""
+    """Puts the pieces of answers together, in any order."""
 
     def __init__(self, names: Collection[str]) -> None:
-        self._names = names
+        self._names = names  # the nodes whose pieces count
         self._parts: dict[tuple[str, str], dict[int, str]] = {}
 
     def add_line(self, line: str) -> tuple[str, str, bytes] | None:
@@ -253,11 +253,14 @@ def _errors(stream: IO[str]) -> list[str]:
 
 
 class Asking:
-    """Runs the steps side by side. environment: for srun. reach: the nodes' addresses by name, if their ports are
-    tried from here."""
+    """Runs the steps side by side."""
 
     def __init__(
-        self, question: Question, wish: Wish, environment: Mapping[str, str], reach: Mapping[str, str] | None
+        self,
+        question: Question,
+        wish: Wish,
+        environment: Mapping[str, str],  # for srun
+        reach: Mapping[str, str] | None,  # the nodes' addresses by name, if their ports are tried from here
     ) -> None:
         self._steps = Steps(JOB_NAME, environment)
         self._question, self._wish, self._reach = question, wish, reach

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -221,7 +221,7 @@ def _of_job(job: str, saves: Path, wait: float) -> Iterator[Index]:
         yield own.read_sound(found)
 
 
-def _request(job: str, saves: Path, wait: float, now: Callable[[], float] = time.monotonic) -> folders.WholeCheckpoint:
+def _request(job: str, saves: Path, wait: float) -> folders.WholeCheckpoint:
     """Ask a running job for a checkpoint by SIGUSR2, and return it when it is whole."""
 
     def whole() -> dict[tuple[int, str], folders.WholeCheckpoint]:
@@ -232,10 +232,10 @@ def _request(job: str, saves: Path, wait: float, now: Callable[[], float] = time
     if asked.returncode != 0:
         errors = asked.stderr.decode(errors="replace").strip().splitlines() or ["scancel failed"]
         raise UserError(f"job {job} was not asked for a checkpoint: {errors[-1]}")
-    deadline = now() + wait
+    deadline = time.monotonic() + wait
     newest = max((iteration for iteration, _ in before), default=0)
     while not (fresh := [each for key, each in whole().items() if key not in before and each.iteration >= newest]):
-        if now() >= deadline:
+        if time.monotonic() >= deadline:
             raise UserError(
                 f"no new checkpoint was whole in {saves} after {wait:g} s: see the job's log, or --wait more"
             )

@@ -171,10 +171,14 @@ def limit(wish: Wish, count: int = 2) -> float:
 
 
 class Runner:
-    """Starts tests, and ends those that still run. environment: for srun."""
+    """Starts tests, and ends those that still run."""
 
     def __init__(
-        self, nodes: Iterable[NodeInfo], wish: Wish, environment: Mapping[str, str], tell: Callable[[str], None]
+        self,
+        nodes: Iterable[NodeInfo],
+        wish: Wish,
+        environment: Mapping[str, str],  # for srun
+        tell: Callable[[str], None],
     ) -> None:
         self._nodes = {node.name: node for node in nodes}
         self._wish, self._tell = wish, tell

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.kept import WRITER, beginnings, everything, kept, same, spoil, training
+from tests.support.flips import flip
+from tests.support.kept import WRITER, beginnings, everything, kept, same, training
 from tests.support.texts import raises_text
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
 from unicron_transition.snapshot.contents import Gatherer
@@ -19,7 +20,7 @@ def test_a_damaged_one_is_said_and_the_older_taken(tmp_path, capsys):
     keeper = kept(tmp_path, state, 4, 5)
     before = everything(state)
     newest = next(found for found in inventory(tmp_path) if found.key.iteration == 5)
-    spoil(newest.path)
+    flip(newest.path)
     begin = beginnings(tmp_path)
     assert begin.newest == 5, "nothing is read before it is asked for"
     with pytest.raises(Unusable):
@@ -47,13 +48,13 @@ def test_after_memory_comes_the_file_and_never_the_start(tmp_path, snapshot):
     begin = beginnings(memory, Checkpoints(saves))
     assert [iteration for iteration, _ in begin.choices] == [4, 3, 2]
     for found in inventory(memory):
-        spoil(found.path)
+        flip(found.path)
     with pytest.raises(Unusable):
         begin.take_up(other, 4)
     assert begin.newest == 3 and begin.take_up(other, 3) == 3
     assert same(everything(other), everything(state))
     for path in saves.glob(f"*/*{SUFFIX}"):
-        spoil(path)
+        flip(path)
     with pytest.raises(Unusable):
         begin.take_up(other, 2)
     with raises_text(CheckpointError, snapshot, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.flips import flip
 from tests.support.kept import (
     WRITER,
     beginnings,
@@ -18,7 +19,6 @@ from tests.support.kept import (
     kept,
     no_room,
     same,
-    spoil,
     step,
     training,
 )
@@ -214,7 +214,7 @@ def test_an_agent_makes_a_checkpoint_of_an_image(tmp_path):
     assert [each.iteration for each in Checkpoints(saves).whole_ones()] == [5, 4]
     assert Checkpoints(saves).load(other) == 5
     assert same(everything(other), everything(state))
-    spoil(path)
+    flip(path)
     assert Checkpoints(saves).load(other) == 4, "the newest is damaged"
     checkpoint_file.persist(found, saves)
     assert Checkpoints(saves).load(other) == 5, "written again it is sound"

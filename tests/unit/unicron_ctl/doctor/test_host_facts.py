@@ -107,7 +107,7 @@ def test_scripts_that_are_ours_or_call_ours_are_known(tmp_path: Path) -> None:
     (tmp_path / "50-unicron").write_text("#!/bin/sh\n# Unicron's\n")
     (tmp_path / "60-calls").write_text("#!/bin/sh\nexec /usr/local/sbin/unicron-health\n")
     (tmp_path / "60-calls").chmod(0o755)
-    found = host_checks.prolog_scripts(Inspection(Question(role=COMPUTE, prolog=[f"{tmp_path}/*"])))
+    found = host_checks.scripts([f"{tmp_path}/*"])
     assert [Path(path).name for path in found.found] == ["10-site", "50-unicron", "60-calls"]
     assert [Path(path).name for path in found.ours] == ["50-unicron", "60-calls"]
     assert [Path(path).name for path in found.blocked] == ["50-unicron"]

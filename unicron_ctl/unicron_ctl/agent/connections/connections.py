@@ -57,14 +57,12 @@ class JobLog:
 
 
 class Outbox:
-    """Sends messages to the controller.
-
-    muted: the network is lost, by an injected fault. closed: the controller does not take this agent.
-    """
+    """Sends messages to the controller."""
 
     def __init__(self, line: Line, log: JobLog) -> None:
         self._line, self._log = line, log
-        self.muted = self.closed = False
+        self.muted = False  # an injected fault has cut the network
+        self.closed = False  # the controller does not take this agent
         self._lost_steps = False  # some were lost, and the log says so
 
     def send(self, message: wire.Message) -> None:
@@ -103,11 +101,11 @@ class Polling:
 
     def serve(self, seconds: float) -> list[Any]:
         """Wait up to `seconds` for something to read, and serve it; return the sources that were ready."""
-        found = [source for source, _ in self._poller.poll(max(0, math.ceil(seconds * 1000)))]
-        for source in found:
+        ready = [source for source, _ in self._poller.poll(max(0, math.ceil(seconds * 1000)))]
+        for source in ready:
             if source in self._calls:  # an earlier call may have removed it
                 self._containment.attempt("take in what has come", self._calls[source])
-        return found
+        return ready
 
 
 @dataclass
@@ -128,7 +126,7 @@ class Connections:
 
     def abandon(self) -> None:
         """Remove the sockets of an agent that cannot begin."""
-        _abandon(self.context, self.ranks.folder)
+        self.context.destroy(linger=0)
         self.ranks.remove()
 
 
@@ -142,10 +140,6 @@ def connect(place: Place, address: str, environment: Mapping[str, str]) -> Conne
         ranks = RankLine(context, folder)
         return Connections(context, line, Outbox(line, log), ranks, Polling(containment), containment, log)
     except BaseException:
-        _abandon(context, folder)
+        context.destroy(linger=0)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _abandon(context: zmq.Context[zmq.Socket[bytes]], folder: str) -> None:
-    context.destroy(linger=0)
-    shutil.rmtree(folder, ignore_errors=True)

@@ -14,10 +14,10 @@ Result = TypeVar("Result")
 
 
 class Containment:
-    """Keeps an error of one step from ending the agent. warn: writes one line into the job's log."""
+    """Keeps an error of one step from ending the agent."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
-        self._warn = warn
+        self._warn = warn  # writes one line into the job's log
         self._logged: set[str] = set()
 
     def attempt(self, what: str, work: Callable[[], Result]) -> Result | None:

@@ -34,27 +34,22 @@ _OPTIONS = (
 
 
 class Peers:
-    """The agent's connections to the other agents of its job.
-
-    host: where others reach this node. keys: this agent's, public and secret. warn: writes a line of the log.
-    address: host:port of this agent, empty if it cannot be reached.
-    """
+    """The agent's connections to the other agents of its job."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        host: str,
-        keys: tuple[str, str],
-        warn: Callable[[str], None] = lambda _: None,
+        host: str,  # where others reach this node
+        keys: tuple[str, str],  # this agent's, public and secret
+        warn: Callable[[str], None] = lambda _: None,  # writes a line of the log
     ) -> None:
         self._known: dict[bytes, structs.Peer] = {}
         self._dialed: dict[bytes, str] = {}  # key -> endpoint
-        self._keys = keys
         self._out: Any = context.socket(zmq.ROUTER)
         for option, value in _OPTIONS:
             self._out.setsockopt(option, value)
         self._out.curve_publickey, self._out.curve_secretkey = (key.encode() for key in keys)
-        self.address, sockets = _listen(host)
+        self.address, sockets = _listen(host)  # "" if this agent cannot be reached
         self._in = Listener(
             sockets, Keys(*keys), _most(), wire.MAX_BYTES, self._admits, warn=lambda text: warn(f"agents' port: {text}")
         )

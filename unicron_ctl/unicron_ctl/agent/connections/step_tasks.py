@@ -40,14 +40,13 @@ class TasksMissing(Exception):
 
 class StepTasks:
     """The channels to the other tasks. In the end each task is told to run the command itself, or how its rank has
-    ended. One that is told nothing before this process ends dies by SIGKILL.
-
-    launcher: the version of unicron-launch's messages; empty without unicron-launch."""
+    ended. One that is told nothing before this process ends dies by SIGKILL."""
 
     def __init__(self) -> None:
         self._channels: list[socket.socket] = []
         self._codes: Mapping[int, int] = {}
         self.launcher = ""
+        """The version of unicron-launch's messages; empty without unicron-launch"""
 
     def adopt(self, environment: MutableMapping[str, str]) -> None:
         """Take the channels, and the variables of unicron-launch."""

@@ -15,20 +15,21 @@ REGISTER_SECONDS = 0.5
 
 
 class Registration:
-    """Registers the agent with the controller.
-
-    door: shows others that this agent lives. peer: the address for other agents' messages. welcomed: the controller
-    knows this agent. refusal: why it last did not take it. alone: the job already trains without this step, so the step
-    runs unprotected. apart: the same for good, since the command is none of this job's.
-    """
+    """Registers the agent with the controller."""
 
     def __init__(self, place: Place, identity: str, net: Connections, door: Door, peer: str, copies: Copies) -> None:
         self._place, self._identity, self._line = place, identity, net.line
         self._outbox, self._polling = net.outbox, net.polling
-        self._door, self._peer, self._copies = door, peer, copies
+        self._door, self._copies = door, copies
+        self._peer = peer  # the address for other agents' messages
         self._tried = float("-inf")
-        self.welcomed = self.was_welcomed = self.alone = self.apart = False
+        self.welcomed = self.was_welcomed = False
         self.refusal = ""
+        """Why the controller last did not take this agent"""
+        self.alone = False
+        """The job already trains without this step, so the step runs unprotected"""
+        self.apart = False
+        """The same for good, since the command is none of this job's"""
 
     def on_timer(self) -> None:
         """Find the controller, and register until it welcomes this agent."""

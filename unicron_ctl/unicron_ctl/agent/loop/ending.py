@@ -21,28 +21,32 @@ SAVE_SECONDS = 600.0  # to save what memory has when an error ends the job
 
 
 class Ending:
-    """Decides when this element ends, and ends it.
-
-    exit_code: None until the element is over. noticed: a signal has asked it to end, and it waits for the next
-    boundary, up to notice_seconds. stays: Slurm preempts it, and must end it itself. trained: the job has trained to
-    its end. leaves: what its ranks do when it is noticed. final: nobody will continue this job. summary: what was
-    healed, if this agent writes it at the end of the job's log. save: writes the training state. stop_seconds: for
-    ranks to act on SIGTERM. report(leaving): sends a status that says why the agent is about to end.
-    """
+    """Decides when this element ends, and ends it."""
 
     def __init__(
         self, ranks: Mapping[int, Rank], plans: Plans, snapshots: Snapshots, report: Callable[[str], None], log: JobLog
     ) -> None:
-        self._ranks, self._plans, self._snapshots, self._report, self._log = ranks, plans, snapshots, report, log
+        self._ranks, self._plans, self._snapshots, self._log = ranks, plans, snapshots, log
+        self._report = report  # sends a status that says why the agent is about to end
         self.exit_code: int | None = None
-        self.trained = self.final = False
+        """None until the element is over"""
+        self.trained = False
+        """The job has trained to its end"""
+        self.final = False
+        """Nobody will continue this job"""
         self.summary = ""
-        self._notice: tuple[int, float] | None = None
+        """A line about what was healed, if this agent writes the end of the job's log"""
+        self._notice: tuple[int, float] | None = None  # the signal, and its time (monotonic)
         self.leaves = "its ranks leave at the next boundary"
+        """The log's words for what its ranks do on a signal"""
         self.stays = False
+        """Slurm preempts the element, and must end it itself"""
         self.notice_seconds = 0.0
+        """The longest wait for the next boundary"""
         self.save: Callable[[], None] = lambda: None
+        """Writes the training state at the end"""
         self.stop_seconds = STOP_SECONDS
+        """For ranks to act on SIGTERM"""
 
     def end_element(self, code: int, reason: str) -> None:
         """End the element with this exit code."""
@@ -72,6 +76,7 @@ class Ending:
 
     @property
     def noticed(self) -> bool:
+        """A signal has asked the element to end, and it waits for the next boundary."""
         return self._notice is not None
 
     def on_signal(self, number: int, alone: bool) -> None:

@@ -21,9 +21,8 @@ from unicron_ctl.agent.loop.agent import SIGTERM_SECONDS, Agent
 from unicron_ctl.agent.node.rendezvous_store import FreePort, Store
 from unicron_ctl.agent.ranks.counted import Folder, Progress
 from unicron_ctl.agent.ranks.fence import CUT_OFF, Fence
-from unicron_ctl.agent.ranks.ranks import COLD, STOP_SECONDS, Rank, package_path, surroundings_of, task_environment
+from unicron_ctl.agent.ranks.ranks import STOP_SECONDS, Rank, package_path, surroundings_of, task_environment
 from unicron_ctl.agent.ranks.static_world import World, outside_the_step
-from unicron_ctl.agent.ranks.zygote_client import Starter
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
 from unicron_ctl.shared.settings.limits import ORPHAN_SECONDS, PLANNED_SECONDS
 from unicron_detector.failures.classify import default_classifier
@@ -38,18 +37,16 @@ OWN_END_SECONDS = 2.0  # its processes may end by themselves, so that each shows
 LOOK_SECONDS = 0.05
 COUNT_SECONDS = 0.25  # between two looks at what the processes have counted
 DOORS_SECONDS = 1.0
-WITHOUT_CONTROLLER_SECONDS = (
-    60.0  # for which a finished node waits for the others while no controller reports their end
-)
+WITHOUT_CONTROLLER_SECONDS = 60.0  # of a finished node's wait for the others while no controller reports their end
 NOT_FOR_PROGRAMS = ("UNICRON_AGENT", "UNICRON_SLOT", "UNICRON_INCARNATION", "UNICRON_STACKS")
 
 
 class Absence:
     """Writes one line when a rank has ended while the controller is away, so that all ranks wait, and one when the
-    controller is back. speaks: this node also writes it if its ranks ended only because others did."""
+    controller is back."""
 
     def __init__(self, speaks: bool) -> None:
-        self._speaks = speaks
+        self._speaks = speaks  # this node also writes it if its ranks ended only because others did
         self._since: float | None = None  # the time of the controller's last message before the first line
 
     def news(self, connected: bool, last_heard: float, ranks: Iterable[structs.RankStatus], now: float) -> str:
@@ -78,7 +75,7 @@ class Absence:
 
 
 class PlainRank(Rank):
-    """One slot, whose process exists only within a generation. counted: the progress that its process counts."""
+    """One slot, whose process exists only within a generation."""
 
     def __init__(
         self,
@@ -86,11 +83,11 @@ class PlainRank(Rank):
         local: int,
         command: Sequence[str],
         counted: Progress,
-        starter: Starter = COLD,
         surroundings: Surroundings = USUAL,
     ):
-        super().__init__(slot, local, command, lambda *_: {}, starter, surroundings)
+        super().__init__(slot, local, command, lambda *_: {}, surroundings=surroundings)
         self.counted = counted
+        """The progress that its process counts"""
         self.step: Step | None = None  # a step of its process that has not been reported yet
         self.breaking: int | None = None  # the generation whose Break ends its process
         self.signalled = False  # ... and the process has got SIGTERM

@@ -26,12 +26,13 @@ KEPT_SECONDS, MOST_KEPT = 15.0, 512  # how long step reports that were sent are 
 
 
 class Dumps:
-    """Makes stack traces of ranks for the controller. endpoint: of the ranks' socket, beside which they write."""
+    """Makes stack traces of ranks for the controller."""
 
     def __init__(
         self, job: str, ranks: Mapping[int, Rank], endpoint: str, send: Callable[[wire.Message], None]
     ) -> None:
-        self._job, self._ranks, self._endpoint, self._send = job, ranks, endpoint, send
+        self._job, self._ranks, self._send = job, ranks, send
+        self._endpoint = endpoint  # of the ranks' socket, beside which they write
         self._making: dict[int, tuple[int, Dump]] = {}  # slot -> (incarnation, its traces)
 
     @property
@@ -57,17 +58,12 @@ class Dumps:
 
 
 class Reports:
-    """Makes and sends the agent's statuses and other reports.
-
-    identity: the agent's id. send: to the controller, if there is one. sent_at: the time of the last status. fenced:
-    the processes end by themselves if they are cut off. dirty: there is progress that the last status did not include.
-    pinged: the number of the last Ping.
-    """
+    """Makes and sends the agent's statuses and other reports."""
 
     def __init__(
         self,
         place: Place,
-        identity: str,
+        identity: str,  # the agent's id
         ranks: Mapping[int, Rank],
         participant: Participant,
         sampling: Sampling,
@@ -82,9 +78,13 @@ class Reports:
         self._period, self._progress = 1.0, 0.2  # as the controller wants them
         self._number = 0  # of the last status
         self.sent_at = 0.0
+        """The time of the last status"""
         self.dirty = False
+        """There is progress that the last status did not include"""
         self.pinged = 0
+        """The number of the last Ping"""
         self.fenced = False
+        """The processes end by themselves if they are cut off"""
         self.node: NodeWatch | None = None
 
     def configure(self, period: float, progress: float) -> None:

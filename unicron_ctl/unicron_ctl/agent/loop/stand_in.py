@@ -13,22 +13,20 @@ from unicron_ctl.shared.protocol import peer_messages, structs, wire
 
 
 class StandIn:
-    """Runs this agent's :class:`Participant` over its sockets. reachable: False if the job waits for the controller
-    instead. obey: passes a Break or a plan to the ranks."""
+    """Runs this agent's :class:`Participant` over its sockets."""
 
     def __init__(
         self,
         net: Connections,
         place: Place,
         identity: str,
-        reachable: bool,
-        obey: Callable[[wire.Break | wire.Plan], None],
+        reachable: bool,  # False if the job waits for the controller instead
+        obey: Callable[[wire.Break | wire.Plan], None],  # passes one to the ranks
     ) -> None:
         self._obey, self._outbox, self._log, pair = obey, net.outbox, net.log, net.line.pair
         self._line = Peers(net.context, place.address, pair, net.log.warn) if reachable else None
         self.address = self._line.address if self._line is not None else ""
-        self.key = pair[0] if self.address else ""
-        me = structs.Peer(place.element, identity, self.address, self.key)
+        me = structs.Peer(place.element, identity, self.address, pair[0] if self.address else "")
         self.participant = Participant(me, place.settings.ranks_per_node)
         self._known: Mapping[str, structs.Peer] = {}
 

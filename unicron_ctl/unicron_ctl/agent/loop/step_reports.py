@@ -31,8 +31,7 @@ class _Group:
 
 
 class StepReports:
-    """Collects the steps of one agent's ranks. now: seconds on a clock that does not jump. sent_at: the time at which
-    reports were last taken."""
+    """Collects the steps of one agent's ranks. All times are seconds on a clock that does not jump."""
 
     def __init__(self) -> None:
         self._hold = MERGE_SECONDS  # for which a report may wait for later ones
@@ -44,6 +43,7 @@ class StepReports:
         self._newest: dict[int, Step] = {}  # slot -> its last step
         self._number = 0  # of the last report
         self.sent_at = float("-inf")
+        """The time at which reports were last taken"""
 
     def configure(self, period: float, progress: float) -> None:
         """Set the seconds from one status to the next (period), and those that mere progress may wait."""

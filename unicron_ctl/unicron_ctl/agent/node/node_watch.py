@@ -32,8 +32,7 @@ Warn = Callable[[str], None]
 
 
 class NodeWatch:
-    """Watches the node. Its descriptor becomes readable when `new_events` has new ones. oom: the kills of its
-    cgroup."""
+    """Watches the node. Its descriptor becomes readable when `new_events` has new ones."""
 
     def __init__(self, warn: Warn, options: AgentConfig, classifier: Classifier, links: Path | None = None):
         self._warn, self._seconds = warn, options.link_seconds
@@ -46,7 +45,7 @@ class NodeWatch:
         self._faults = KernelFaults(classifier)
         self._log: KernelLog | None = None
         self._lines = 0  # of the kernel log, since the last tick
-        self.oom = OomKills(counter_file() if options.node_events else None)
+        self._oom = OomKills(counter_file() if options.node_events else None)
         self._thread: threading.Thread | None = None
         if options.node_events:
             self._open(options.kmsg)
@@ -73,7 +72,7 @@ class NodeWatch:
     def explain(self, end: structs.Exit) -> None:
         """Mark the end of a rank that was killed because memory ran out."""
         if end.code in KILL_CODES:
-            end.oom = end.oom or self.oom.claim()
+            end.oom = end.oom or self._oom.claim()
 
     def close(self) -> None:
         """End the thread; one that is blocked is left behind, as a daemon."""
@@ -141,7 +140,7 @@ class NodeWatch:
             poll.unregister(log.fileno())
 
     def _memory(self) -> None:
-        killed = self.oom.unclaimed_kills()
+        killed = self._oom.unclaimed_kills()
         if killed:
             text = f"out of memory: {killed} processes of the job's cgroup were killed, none of them a rank"
             self._add_event("memory", text, "oom_kill", killed)

@@ -26,22 +26,18 @@ class StoreProcess:
     """Runs `generations.store_host` under the interpreter that has torch: first as a fork of the zygote, and if that
     ends, as a new process.
 
-    environment: for a new process. fork: returns a warm process for these words and this standard output, None without
-    a zygote. watch, unwatch: a descriptor, and what to call when it can be read. on_change: called when the port
-    changes. warn: writes a line into the job's log.
-
     The ranks are forked after the store by the same zygote, so the job waits no longer for the store than for them.
     """
 
     def __init__(
         self,
         command: Sequence[str],
-        environment: Mapping[str, str],
-        fork: Callable[[list[str], int], Coming | None],
-        watch: Callable[[int, Callable[[], object]], None],
+        environment: Mapping[str, str],  # for a new process
+        fork: Callable[[list[str], int], Coming | None],  # (words, standard output); None without a zygote
+        watch: Callable[[int, Callable[[], object]], None],  # (descriptor, called when it can be read)
         unwatch: Callable[[int], None],
-        on_change: Callable[[], None],
-        warn: Callable[[str], None],
+        on_change: Callable[[], None],  # called when the port changes
+        warn: Callable[[str], None],  # writes a line into the job's log
     ):
         self._python = python_of(command)
         # -m puts the working folder first in sys.path; the user's `signal.py` there must not be imported.

@@ -28,9 +28,9 @@ class Sample(msgspec.Struct):
 
 
 class Sampling:
-    """Starts the child and reads its samples. folder: its latency is measured unless the controller names another."""
+    """Starts the child and reads its samples."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str) -> None:  # its latency is measured unless the controller names another
         self._folder, self._directory, self._seconds = folder, folder, 0.0
         self._child: subprocess.Popen[bytes] | None = None
         self._buffer = b""

@@ -13,14 +13,13 @@ AT_ONCE = 64  # addresses that are being tried; further ones are answered with "
 
 
 class Witness:
-    """Tries other nodes for the controller, and answers other nodes' tries of this one.
-
-    answers: the number of a question, and a word for each address. Raises OSError without a port for the door.
-    """
+    """Tries other nodes for the controller, and answers other nodes' tries of this one. Raises OSError without a port
+    for the door."""
 
     def __init__(self) -> None:
         self.door = Door()
         self.answers: Mailbox[tuple[int, list[str]]] = Mailbox()
+        """The number of a question, and a word for each address"""
         self._trying = 0
         self._lock = threading.Lock()
 

@@ -30,10 +30,9 @@ ASK_SECONDS = 1.0  # between two such questions
 
 
 class Folder:
-    """The folder of an agent's pages. ranks: the folder of the ranks' socket. autoload: the entry of Python's path by
-    which torch loads the counters."""
+    """The folder of an agent's pages."""
 
-    def __init__(self, ranks: str) -> None:
+    def __init__(self, ranks: str) -> None:  # the folder of the ranks' socket
         self.endpoint = f"ipc://{ranks}/ranks"
         try:
             self.path = tempfile.mkdtemp(prefix=os.path.basename(ranks) + "-", dir=MEMORY)
@@ -41,6 +40,7 @@ class Folder:
             self.path = tempfile.mkdtemp(prefix="counters-", dir=ranks)
         self._held = try_hold(Path(self.path))
         self.autoload = f"{self.path}/torch"
+        """The entry of Python's path by which torch loads the counters"""
         about = f"{self.autoload}/{counters.NAME}-{VERSION}.dist-info"
         os.makedirs(about)
         # Copies: a container in which only the ranks run has this folder, but may not have Unicron's.

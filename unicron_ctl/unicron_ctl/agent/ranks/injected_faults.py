@@ -18,7 +18,7 @@ from unicron_detector.chaos.memory_cage import Cage, CageError
 
 
 class Trials:
-    """Carries out injected faults. send(slot, message): to a rank."""
+    """Carries out injected faults."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Trials:
         net: Connections,
         door: Door,
         ranks: Mapping[int, Rank],
-        send: Callable[[int, wire.Message], None],
+        send: Callable[[int, wire.Message], None],  # (slot, message to its rank)
     ) -> None:
         self._job, self._line, self._door, self._ranks = job, net.line, door, ranks
         self._outbox, self._send, self._log = net.outbox, send, net.log

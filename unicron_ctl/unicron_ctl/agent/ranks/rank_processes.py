@@ -18,15 +18,14 @@ HOLD_SECONDS = 0.02  # between two looks whether the job's log has taken the tex
 
 
 class Processes:
-    """The processes of an agent's ranks. read(): reads the ranks' messages. on_end(rank): its process has ended.
-    report(): sends the controller the state of all ranks."""
+    """The processes of an agent's ranks."""
 
     def __init__(
         self,
         net: Connections,
-        read: Callable[[], None],
-        on_end: Callable[[Rank], None],
-        report: Callable[[], None],
+        read: Callable[[], None],  # reads the ranks' messages
+        on_end: Callable[[Rank], None],  # called when the rank's process has ended
+        report: Callable[[], None],  # sends the controller the state of all ranks
     ) -> None:
         self._polling, self._line, self._log = net.polling, net.ranks, net.log
         self._read, self._on_end, self._report = read, on_end, report

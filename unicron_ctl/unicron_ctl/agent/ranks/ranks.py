@@ -32,9 +32,8 @@ PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)  # of descrip
 START_SECONDS = 60.0  # for a process that cannot be started because of those
 START_AGAIN_SECONDS = 1.0
 RANK_STATES = ("waiting", "entering", "running", "stopped", "standby", "left", "finished")  # that a rank may report
-AGENTS_OWN = frozenset(
-    "pid incarnation exit changed process idle waits collectives".split()
-)  # the agent's, of a status
+# Fields of a status that the agent fills in
+AGENTS_OWN = frozenset("pid incarnation exit changed process idle waits collectives".split())
 COLD = AlwaysCold("there is no zygote")
 
 _rank_fields = structs.RankStatus.__struct_fields__  # in the order of its array
@@ -42,12 +41,7 @@ Environment = Callable[[int, int, int], dict[str, str]]  # (slot, local rank, in
 
 
 class Rank:
-    """One slot: its present process, and its status.
-
-    starter: makes its processes, with these surroundings; coming: the process that is being forked. cold: why its last
-    process was started cold, empty for a warm one. logs: where its output goes. again: the time (monotonic) at which a
-    process that could not be started is tried again; short: what the node was short of.
-    """
+    """One slot: its present process, and its status."""
 
     def __init__(
         self,
@@ -61,12 +55,18 @@ class Rank:
         self.slot, self.local, self.surroundings = slot, local, surroundings
         self._command, self._environment, self.starter = command, environment, starter
         self.logs: RankLogs | None = None
+        """The files for its output"""
         self._stdin: int | None = None  # of the next process
         self._stdout: tuple[int, int] | None = None  # the pipe for the next process's standard output
         self.child: Child | None = None
         self.coming: Coming | None = None
-        self.cold = self.short = ""
+        """The process that is being forked"""
+        self.cold = ""
+        """Why its last process was started cold; empty for a warm one"""
         self.again: float | None = None
+        """The time at which a process that could not be started is tried again (monotonic)"""
+        self.short = ""
+        """What the node was short of then"""
         self._tries_until = 0.0
         self._next_environment: Mapping[str, str] = {}
         self.status = structs.RankStatus(state="exited", incarnation=-1)

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from unicron_ctl.agent.ranks.ranks import Rank
 
@@ -41,39 +40,39 @@ class Usage:
     """Bytes read and written so far"""
 
 
-def usage_of(pid: int, root: Path = Path("/proc")) -> Usage | None:
+def usage_of(pid: int) -> Usage | None:
     """Return the process as it is now; None if it is gone."""
     try:
-        usage = _stat(root, pid)
+        usage = _stat(pid)
     except (OSError, IndexError, ValueError):
         return None
     with contextlib.suppress(OSError, IndexError, ValueError):  # not every kernel counts transferred bytes
-        lines = _text(f"{root}/{pid}/io").split()
+        lines = _text(f"/proc/{pid}/io").split()
         usage = replace(usage, transferred=float(lines[1]) + float(lines[3]))
     return usage
 
 
-def _stat(root: Path, pid: int | str) -> Usage:
-    fields = _text(f"{root}/{pid}/stat").rpartition(")")[2].split()
+def _stat(pid: int | str) -> Usage:
+    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return Usage(fields[0], (int(fields[11]) + int(fields[12])) / _TICK, int(fields[21]) * _PAGE, 0.0)
 
 
-def children_cpu(pid: int, root: Path = Path("/proc")) -> float:
+def children_cpu(pid: int) -> float:
     """Return the seconds of CPU time of the living descendants that its main thread has started."""
     found, seconds = [str(pid)], 0.0
     for parent in found:
         with contextlib.suppress(OSError, IndexError, ValueError):
-            found += _text(f"{root}/{parent}/task/{parent}/children").split()
-            seconds += _stat(root, parent).cpu if parent is not found[0] else 0.0
+            found += _text(f"/proc/{parent}/task/{parent}/children").split()
+            seconds += _stat(parent).cpu if parent is not found[0] else 0.0
         if len(found) > MOST_CHILDREN:
             break
     return seconds
 
 
-def awaits_answer(pid: int, root: Path = Path("/proc")) -> bool:
+def awaits_answer(pid: int) -> bool:
     """Say whether its main thread waits for an answer: from a socket, a pipe, a child or a file server."""
     try:
-        return bool(ANSWERS.search(_text(f"{root}/{pid}/wchan")))
+        return bool(ANSWERS.search(_text(f"/proc/{pid}/wchan")))
     except OSError:
         return False
 
@@ -89,7 +88,7 @@ def _text(path: str) -> str:
 
 
 class Activity:
-    """Tells how long one process has been idle. now: seconds on a clock that does not jump."""
+    """Tells how long one process has been idle. All times are seconds on a clock that does not jump."""
 
     def __init__(self, usage: Usage, now: float) -> None:
         self._usage, self._time, self._busy_at = usage, now, now

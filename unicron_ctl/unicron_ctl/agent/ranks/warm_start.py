@@ -16,15 +16,14 @@ SESSION_NEEDS = "unicron_transition.session.session"  # every rank of session mo
 
 
 class WarmStart:
-    """Starts this agent's ranks as forks of a preloaded process if it can. attend: called for a rank that has its
-    process."""
+    """Starts this agent's ranks as forks of a preloaded process if it can."""
 
     def __init__(
         self,
         ranks: Mapping[int, Rank],
         command: Sequence[str],
         net: Connections,
-        attend: Callable[[Rank], None],
+        attend: Callable[[Rank], None],  # called for a rank that has its process
     ):
         self._ranks, self._command, self._attend = ranks, command, attend
         self._watch, self._unwatch, self._log = net.polling.watch, net.polling.unwatch, net.log

@@ -110,10 +110,11 @@ class Answer(msgspec.Struct):
 
 
 class AlwaysCold:
-    """Starts every process cold, in place of a zygote. why: the reason."""
+    """Starts every process cold, in place of a zygote."""
 
     def __init__(self, why: str) -> None:
         self.why = why
+        """The reason"""
 
     def request_fork(self, environment: Mapping[str, str], *, surroundings: Surroundings = USUAL) -> Coming | None:
         """Return None: there is no zygote."""
@@ -121,25 +122,19 @@ class AlwaysCold:
 
 
 class ZygoteClient:
-    """Runs one zygote process after another, and requests forks of it.
-
-    python: the interpreter with its options; words: the command after it; environment: the zygote's. preload: modules
-    that the user has named; told: further ones. watch, unwatch: a descriptor, and what to call when it can be read.
-    answer: seconds without the next fork until the ranks start cold; hung: until another zygote is started. why: the
-    reason for which ranks start cold now, if any.
-    """
+    """Runs one zygote process after another, and requests forks of it."""
 
     def __init__(
         self,
-        python: Sequence[str],
-        words: Sequence[str],
-        environment: Mapping[str, str],
-        preload: Sequence[str],
-        told: Sequence[str],
-        watch: Callable[[int, Callable[[], None]], None],
+        python: Sequence[str],  # the interpreter with its options
+        words: Sequence[str],  # the command after it
+        environment: Mapping[str, str],  # the zygote's
+        preload: Sequence[str],  # modules that the user has named
+        told: Sequence[str],  # further ones
+        watch: Callable[[int, Callable[[], None]], None],  # (descriptor, called when it can be read)
         unwatch: Callable[[int], None],
-        answer: float = ANSWER_SECONDS,
-        hung: float = HUNG_SECONDS,
+        answer: float = ANSWER_SECONDS,  # without the next fork, until the ranks start cold
+        hung: float = HUNG_SECONDS,  # ... until another zygote is started
     ):
         self._python, self._words, self.environment = list(python), list(words), dict(environment)
         task = {"format": ZYGOTE.number, "preload": list(preload), "told": list(told), "agent": os.getpid()}
@@ -155,6 +150,7 @@ class ZygoteClient:
         self._began = 0.0
         self._again: float | None = None  # the time at which the next zygote is started
         self.why = ""
+        """The reason for which ranks start cold now, if any"""
 
     @property
     def pid(self) -> int | None:

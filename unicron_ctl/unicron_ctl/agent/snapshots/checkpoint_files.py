@@ -31,13 +31,13 @@ class _AgentEnds(OSError):
 
 
 class Files:
-    """Writes checkpoint files in a thread of its own.
-
-    memory: the node's. turn(key): this node's turn to write a state that no rank trains (:class:`LastCheckpoint`).
-    rate: the most bytes a second, 0 for no limit. say: called with one line for the job's log."""
+    """Writes checkpoint files in a thread of its own."""
 
     def __init__(self, memory: Memory, turn: Callable[[Key], Before | None], rate: float, say: Callable[[str], None]):
-        self._memory, self._turn_of, self._rate, self._say = memory, turn, rate, say
+        self._memory = memory
+        self._turn_of = turn  # this node's turn to write a state that no rank trains (:class:`LastCheckpoint`)
+        self._rate = rate  # the most bytes a second; 0 for no limit
+        self._say = say  # writes one line into the job's log
         self.results: Mailbox[int] = Mailbox()  # iterations of which files were made
         self._asked = self._all = self._failing = False
         self._cuts: Sequence[int] = ()

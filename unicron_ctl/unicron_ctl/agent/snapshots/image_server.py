@@ -60,18 +60,15 @@ class _Strangers:
 
 
 class Server:
-    """Receives images into a folder and gives its images to clients with the token, in threads of its own.
-
-    folder(): None while there is none. news(news): called when an image came, was removed, or could not be received.
-    address: host:port, "" if nothing could be bound.
-    """
+    """Receives images into a folder and gives its images to clients with the token, in threads of its own."""
 
     def __init__(self, folder: Callable[[], Path | None], host: str, news: Callable[[News], None], meter: stream.Meter):
-        self._where, self._news, self._meter = folder, news, meter
+        self._where, self._meter = folder, meter
+        self._news = news  # called when an image came, was removed, or could not be received
         self.token = secrets.token_hex(16)
         self._strangers, self._slots = _Strangers(), threading.BoundedSemaphore(AT_ONCE)
         self._closing = False
-        self._socket, self.address = _listen(host)
+        self._socket, self.address = _listen(host)  # host:port; "" if nothing could be bound
         if self._socket is not None:
             threading.Thread(target=self._run, name="unicron-images", daemon=True).start()
 

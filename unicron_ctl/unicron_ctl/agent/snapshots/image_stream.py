@@ -74,12 +74,12 @@ class Busy(TransferError):
 
 
 class NoLongerWanted(Exception):
-    """A transfer was stopped because its image is not wanted any more. rate: its bytes a second, 0 if too few to
-    tell."""
+    """A transfer was stopped because its image is not wanted any more."""
 
     def __init__(self, sent: int, seconds: float, length: int):
         super().__init__(f"{sent} of {length} bytes went in {seconds:.0f} s, and then it was not wanted any more")
         self.rate = sent / max(1e-6, seconds) if sent >= PIECE else 0.0
+        """Bytes a second; 0 for too few to tell"""
 
 
 class ChecksumError(TransferError):

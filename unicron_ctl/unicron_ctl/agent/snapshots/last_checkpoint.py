@@ -22,18 +22,15 @@ Before = tuple[int, ...]  # the nodes with the same place that come first
 
 
 class LastCheckpoint:
-    """The last checkpoint of one node. folder: its memory, None if it has none. turn(key): the nodes with the same
-    place that come first, None if this node does not write it. say: called with one line for the job's log. ends: set
-    to stop waiting. prunes: whether to remove older checkpoints. If the script makes no checkpoints, nothing is
-    written."""
+    """The last checkpoint of one node. If the script makes no checkpoints, nothing is written."""
 
     def __init__(
         self,
-        folder: Path | None,
-        turn: Callable[[Key], Before | None],
-        say: Callable[[str], None],
-        ends: threading.Event | None = None,
-        prunes: bool = True,
+        folder: Path | None,  # the node's memory, if it has any
+        turn: Callable[[Key], Before | None],  # the nodes that come first; None if this node does not write the image
+        say: Callable[[str], None],  # writes one line into the job's log
+        ends: threading.Event | None = None,  # set to stop waiting
+        prunes: bool = True,  # remove older checkpoints
     ):
         self._memory, self._turn_of, self._say, self._prunes = folder, turn, say, prunes
         self._ends = ends or threading.Event()

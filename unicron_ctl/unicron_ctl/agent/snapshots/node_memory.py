@@ -37,10 +37,10 @@ _NAME = re.compile(r"unicron\.\d+\.[0-9a-f]+(?:-[0-9a-f]+)?\.(.+)\.(\d+)")
 
 
 class Memory:
-    """The memory of one agent. folder: None while there is none. Raises UserError for invalid settings."""
+    """The memory of one agent. Raises UserError for invalid settings."""
 
     def __init__(self, place: Place, environment: Mapping[str, str], complain: Callable[[str], None]):
-        self.folder: Path | None = None
+        self.folder: Path | None = None  # None while there is none
         self._place, self._complain = place, complain
         self._base = Path(environment.get(BASE) or SHARED_MEMORY)
         self._places = [self._base, *map(Path, places(environment))]

@@ -134,16 +134,15 @@ class _FailedPeers:
 
 
 class Copies:
-    """The copies of one agent. folder(): the node's memory, None while there is none. tell(message): sends a message to
-    the ranks. say: called with one line for the job's log."""
+    """The copies of one agent."""
 
     def __init__(
         self,
-        folder: Callable[[], Path | None],
+        folder: Callable[[], Path | None],  # the node's memory; None while there is none
         place: Place,
         environment: Mapping[str, str],
-        tell: Callable[[wire.Cut | wire.Fetch], None],
-        say: Callable[[str], None],
+        tell: Callable[[wire.Cut | wire.Fetch], None],  # sends a message to the ranks
+        say: Callable[[str], None],  # writes one line into the job's log
     ):
         self._folder, self._tell, self._say = folder, tell, say
         self._rate = memory_rate(environment)

@@ -52,7 +52,6 @@ _RUNS_MORE = set(
     "spawnl spawnv spawnvp system".split()
 )
 # Programs that a monitor may run: none of them trains, or runs another program
-# Programs that a monitor may run all the same: none of them trains, or runs another
 _MONITOR_PROGRAMS = set(
     "amd-smi cat date dcgmi df du free gpustat hostname iostat ls mpstat nvidia-smi ps rocm-smi sacct sensors sinfo "
     "squeue sstat uname uptime vmstat w who".split()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
 
+from unicron_ctl.shared.slurm.steps import search_path
 from unicron_ctl.shared.system.errors import UserError
 
-# Debian keeps daemons in /usr/sbin, which is not in the PATH of ordinary users.
-SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin"])
-
+SEARCH_PATH = search_path()["PATH"]
 PACKAGE_OF = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",

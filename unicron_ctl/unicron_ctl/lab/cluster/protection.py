@@ -16,6 +16,7 @@ from pathlib import Path
 from unicron_ctl.lab.cluster import shipped
 from unicron_ctl.lab.cluster.cluster_layout import Layout
 from unicron_ctl.shared.settings.places import program
+from unicron_ctl.shared.slurm import steps
 from unicron_ctl.shared.system.errors import UserError
 
 START_SECONDS = 60.0
@@ -54,8 +55,7 @@ def _unicrond() -> list[str]:
 def search_path(programs: Path | None = None) -> str:
     """Return a PATH with the programs first (by default this environment's), so that a script's `python` is theirs, and
     with Slurm's in sbin."""
-    own, path = str(programs or sysconfig.get_path("scripts")), os.environ.get("PATH", "")
-    return os.pathsep.join([own, path, "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin"])
+    return os.pathsep.join([str(programs or sysconfig.get_path("scripts")), steps.search_path()["PATH"]])
 
 
 def spawn(

@@ -46,9 +46,8 @@ class Since(click.ParamType[float]):
         found = _ago(value, now) or _time_of_day(value, now) or _date(value)
         if found is None:
             near = re.match(r"(\d+) *([smhdw])", value)
-            hint = (
-                f"; did you mean {near[1]}{near[2]}?" if near else ": write 2h, 14:30, 2026-11-27 or 2026-11-27T14:30"
-            )
+            forms = ": write 2h, 14:30, 2026-11-27 or 2026-11-27T14:30"
+            hint = f"; did you mean {near[1]}{near[2]}?" if near else forms
             self.fail(f"{value!r} is no date, time or duration{hint}", param, ctx)
         if found > now:
             self.fail(f"{found.isoformat(timespec='seconds')} is still to come: give a time that is past", param, ctx)

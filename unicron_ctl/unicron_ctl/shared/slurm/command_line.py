@@ -46,8 +46,15 @@ UNDER_WAY = LEAVES | {"PENDING"}  # states of an element that is being requeued 
 
 
 class CommandLineClient:
-    """Runs Slurm's own programs. env: added to the environment (SLURM_CONF for a private cluster). timeout: limits each
-    program, in seconds."""
+    """Runs Slurm's own programs.
+
+    Parameters
+    ----------
+    env : mapping, optional
+        Added to the environment: SLURM_CONF for a private cluster.
+    timeout : float
+        Limits each program, in seconds.
+    """
 
     def __init__(self, env: Mapping[str, str] | None = None, timeout: float = 10.0) -> None:
         # Variables by which people set time zones and formats must not change what is parsed here.

@@ -14,10 +14,10 @@ from unicron_ctl.shared.slurm.states import OVER
 
 @dataclass(frozen=True)
 class Leftover:
-    """Something that Unicron has left in Slurm. what: node, hold or comment. text: shown by Slurm."""
+    """Something that Unicron has left in Slurm."""
 
-    what: str
-    text: str
+    what: str  # node, hold or comment
+    text: str  # shown by Slurm
     node: str = ""
     job: str = ""
     element: int = -1

@@ -29,10 +29,10 @@ class Bar(enum.Enum):
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a pending element waits. words: one clause for people."""
+    """Why a pending element waits."""
 
     bar: Bar
-    words: str
+    words: str  # one clause for people
 
 
 # The seconds for which an element is not ordered to start on a node again after Slurm has given such a reason. The

@@ -50,11 +50,13 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Fact:
-    """One line of the first listing. info: lacks the second listing's texts; key: the line's place in that."""
+    """One line of the first listing."""
 
     info: ElementInfo
+    """Without the texts of the second listing"""
     is_array: bool
     key: Key
+    """The line's place in the second listing"""
 
 
 def columns_format(columns: Iterable[tuple[str, int]]) -> str:

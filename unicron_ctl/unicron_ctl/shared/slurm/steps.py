@@ -23,8 +23,15 @@ Result = TypeVar("Result")
 
 
 class Steps:
-    """Runs sruns in parallel. name: the prefix of their jobs' names, by which, with a token, scancel finds them.
-    environment: for srun, with SLURM_CONF for a private cluster."""
+    """Runs sruns in parallel.
+
+    Parameters
+    ----------
+    name : str
+        The prefix of their jobs' names, by which, with a token, scancel finds them.
+    environment : mapping
+        For srun, with SLURM_CONF for a private cluster.
+    """
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
         # Inside another job srun would use that job's nodes. UNICRON=0 makes the plugin ignore these jobs.
@@ -103,6 +110,7 @@ def why_not_idle(node: NodeInfo) -> str:
 
 
 def search_path() -> dict[str, str]:
-    """Return this process's environment, with the folders of Slurm's programs in PATH."""
+    """Return this process's environment, with the folders of Slurm's programs in PATH: Debian keeps daemons in
+    /usr/sbin, which ordinary users do not have there."""
     more = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin")
     return {**os.environ, "PATH": os.pathsep.join([os.environ.get("PATH", ""), *more])}

@@ -25,8 +25,12 @@ Cell = str | Text
 class Listing:
     """Rows of cells under `headings`, and notes about single rows.
 
-    optional: headings that a narrow terminal leaves out, the first one first. cut: headings whose cells it may cut; a
-    `+` ends such a cell, as in sacct.
+    Parameters
+    ----------
+    optional : sequence of str
+        Headings that a narrow terminal leaves out, the first one first.
+    cut : sequence of str
+        Headings whose cells it may cut; a `+` ends such a cell, as in sacct.
     """
 
     def __init__(self, *headings: str, optional: Sequence[str] = (), cut: Sequence[str] = ()):
@@ -103,10 +107,10 @@ class Listing:
 
 
 class _Fit(NamedTuple):
-    """The layout of a table. shown: its columns that are shown. widths: of all columns, in characters."""
+    """The layout of a table."""
 
-    shown: list[int]
-    widths: list[int]
+    shown: list[int]  # its columns that are shown
+    widths: list[int]  # of all columns, in characters
 
 
 def _flat(cell: Cell) -> Text:

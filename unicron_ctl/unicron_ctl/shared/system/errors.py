@@ -8,14 +8,14 @@ PROBLEM_FOUND = 3  # the command worked, and found a problem
 
 
 class UserError(Exception):
-    """An error whose text is shown as it is, on one line, without a traceback. exit_code: 2 for wrong use (bad option,
-    bad input file), 1 for everything else."""
+    """An error whose text is shown as it is, on one line, without a traceback."""
 
     def __init__(self, message: str, exit_code: int = FAILURE) -> None:
         super().__init__(message)
         if exit_code not in (FAILURE, WRONG_USE):
             raise ValueError(f"exit_code must be 1 or 2, got {exit_code}")
         self.exit_code = exit_code
+        """2 for wrong use (bad option, bad input file), 1 for everything else"""
 
 
 def one_line(text: str) -> str:

@@ -49,9 +49,7 @@ def run(
         return report("interrupted", FAILURE)
     except OSError as error:
         return report(str(error), FAILURE)
-    except (
-        SystemExit
-    ) as leaving:  # click exits silently for any broken pipe, not only that of `unicronctl events | head`
+    except SystemExit as leaving:  # click is silent about any broken pipe, not only that of `unicronctl events | head`
         if leaving.code and not _reader_is_gone():
             return report(os.strerror(errno.EPIPE), FAILURE)
         raise

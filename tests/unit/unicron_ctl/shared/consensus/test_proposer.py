@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tests.support.consensus import ME, company, pairs, promise
+from tests.support.consensus import ME, company, promise
 from unicron_ctl.shared.consensus.proposals import Membership, make_proposal, proposal_for
 from unicron_ctl.shared.consensus.proposer import (
     BALLOT_SECONDS,
@@ -233,7 +233,7 @@ def test_the_rest_of_a_replica_is_told_who_is_lost_and_who_came_after_all():
         one.outbox.clear()
         return found
 
-    one = requested(pairs(6))
+    one = requested(company(6, 2))
     promised(one, 0, 1, 2, 3, state="running", broken=0)
     assert halted(one) == [[], [], [], []]
     for state, lost in (("waiting", [1]), ("running", []), ("exited", [1]), ("finished", []), ("entering", [])):
@@ -253,7 +253,7 @@ def test_the_rest_of_a_replica_is_told_who_is_lost_and_who_came_after_all():
 
 
 def test_a_new_ballot_knows_nothing_of_the_lost_of_the_one_before():
-    one = requested(pairs(4))
+    one = requested(company(4, 2))
     promised(one, 0, 1, 2, state="running", broken=0)
     one.tick(GATHER_SECONDS)
     one.on_nack((9, 1), 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.support.consensus import ME, company, pairs, plan, promise, share
+from tests.support.consensus import ME, company, plan, promise, share
 from unicron_ctl.shared.consensus import acceptor, proposer
 from unicron_ctl.shared.consensus.acceptor import AcceptorAction as Act
 from unicron_ctl.shared.consensus.acceptor import AcceptorEvent, AcceptorState
@@ -117,7 +117,7 @@ def test_a_leader_halts_all_again_when_it_hears_of_a_later_generation():
 
 
 def test_a_leader_names_the_lost_so_that_the_rest_of_their_replicas_stops():
-    crowd = pairs(6)
+    crowd = company(6, 2)
     one = proposer.Proposer(ME, crowd)
     one.on_request(1.0)
     for element in (0, 2, 3, 4):
