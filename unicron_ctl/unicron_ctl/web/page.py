@@ -36,21 +36,21 @@ JSON = "application/json"
 
 
 class NotFor(Exception):
-    """The viewer gets no answer. status: the HTTP status."""
+    """The viewer gets no answer."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
-        self.status = status
+        self.status = status  # of HTTP
 
 
 @dataclass(frozen=True)
 class Body:
-    """An answer. every: seconds after which the browser should ask again; 0 for never."""
+    """An answer."""
 
     data: bytes
-    kind: str
-    tag: str
-    every: float = 0.0
+    kind: str  # its media type
+    tag: str  # its ETag
+    every: float = 0.0  # seconds after which the browser should ask again; 0 for never
 
     @cached_property
     def packed(self) -> bytes:
@@ -96,7 +96,15 @@ class Once:
 
 
 class Page:
-    """Answers the page's requests. sessions: None for a single user (auth = "none")."""
+    """Answers the page's requests.
+
+    Parameters
+    ----------
+    source
+        The controller's last answers.
+    sessions
+        None for a single user (auth = "none").
+    """
 
     def __init__(self, source: Source, sessions: Sessions | None) -> None:
         self._source, self.sessions = source, sessions

@@ -41,7 +41,14 @@ HEADERS = (
 class Server(BoundedServer):
     """Listens at host:port. Raises UserError if that is not possible.
 
-    origins: the addresses by which browsers may know the page, besides those of this socket.
+    Parameters
+    ----------
+    host, port
+        The address to listen at; port 0 for any free one.
+    page
+        Makes the page, given the origins by which browsers may know it.
+    origins
+        Those of them that are not addresses of this socket.
     """
 
     def __init__(self, host: str, port: int, page: Callable[[Collection[str]], Page], origins: Collection[str]) -> None:

@@ -35,7 +35,12 @@ class _Session:
 class Sessions:
     """Exchanges munge credentials for tokens, and keeps digests of the tokens in memory.
 
-    origins: the page's own addresses, of which a credential names one.
+    Parameters
+    ----------
+    origins
+        The page's own addresses, of which a credential names one.
+    clock
+        In seconds; it never goes back.
     """
 
     def __init__(self, origins: Collection[str], clock: Callable[[], float] = time.monotonic) -> None:

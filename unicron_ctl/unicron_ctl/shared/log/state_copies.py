@@ -49,12 +49,12 @@ _state_decoder = msgspec.msgpack.Decoder(_SavedState)
 
 @dataclass(frozen=True)
 class Copy:
-    """The content of a copy. events: their number. last: the last one's id. at: its time, seconds since the epoch."""
+    """The content of a copy."""
 
-    events: int
-    last: int
-    at: float
-    key: bool
+    events: int  # their number
+    last: int  # the last one's id
+    at: float  # its time, seconds since the epoch
+    key: bool  # the secret key is in it
 
 
 def backup(folder: Path, target: Path) -> Copy:

@@ -93,11 +93,12 @@ class LogLocked(StoreError):
 
 
 class LogDamaged(StoreError):
-    """The file is not as SQLite wrote it. why: SQLite's message."""
+    """The file is not as SQLite wrote it."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path}: damaged ({why}): move it away and start again")
-        self.path, self.why = path, why
+        self.path = path
+        self.why = why  # SQLite's message
 
 
 class NoRoom(StoreError):
@@ -109,40 +110,38 @@ class LogTakenOver(StoreError):
 
 
 class Holder(NamedTuple):
-    """The controller that has the log. number: of its term; a later controller has a higher one. name: its host and
-    process. lease: the seconds after a renewal for which it may act; 0 if its term only ends with its process. beat:
-    counts its renewals."""
+    """The controller that has the log."""
 
-    number: int = 0
-    name: str = ""
-    lease: float = 0.0
-    beat: int = 0
+    number: int = 0  # of its term; a later controller has a higher one
+    name: str = ""  # its host and process
+    lease: float = 0.0  # seconds after a renewal for which it may act; 0 if its term only ends with its process
+    beat: int = 0  # counts its renewals
 
 
 class Tail(NamedTuple):
-    """A piece of the log. cut: if one answer could not take all, id and time of the event up to which the log was
-    read."""
+    """A piece of the log."""
 
     events: list[Event]
     cut: tuple[int, float] | None
+    """If one answer could not take all: id and time of the event up to which the log was read."""
 
 
 @dataclass(frozen=True)
 class EventFilter:
-    """Selects events.
-
-    jobs: of these jobs ("" for events of no job). kinds: of these kinds, if there are any. without: of none of these
-    kinds. nodes: events that name one of these nodes; nodes_of_no_job: the same for events of no job. since: seconds
-    since the epoch. before: events with a smaller id; 0 for all.
-    """
+    """Selects events."""
 
     jobs: Collection[str] | None = None
+    """Of these jobs ("" for events of no job); None for all."""
     kinds: Collection[str] = ()
+    """Of these kinds; empty for all."""
     without: Collection[str] = ()
+    """Of none of these kinds."""
     nodes: Collection[str] | None = None
+    """Events that name one of these nodes; None for all."""
     nodes_of_no_job: Collection[str] | None = None
-    since: float = 0.0
-    before: int = 0
+    """The same for events of no job; None for the same nodes."""
+    since: float = 0.0  # seconds since the epoch
+    before: int = 0  # events with a smaller id; 0 for all
 
     def has_kind(self, kind: str) -> bool:
         """Whether the filter selects events of this kind."""
@@ -159,8 +158,13 @@ ALL = EventFilter()
 class Store:
     """The log, with one writer, the controller; others may read the same file. Raises StoreError.
 
-    shared: several hosts may have mounted the file. Its journal then needs no shared memory (so not WAL), and each
-    transaction is on the disk when it ends.
+    Parameters
+    ----------
+    path
+        The file, which is made if it is not there.
+    shared
+        Several hosts may have mounted the file. Its journal then needs no shared memory (so not WAL), and each
+        transaction is on the disk when it ends.
     """
 
     def __init__(self, path: str | Path, shared: bool = False) -> None:

@@ -62,13 +62,12 @@ class Watch:
 
 @dataclass
 class Claim:
-    """A term that was begun. lock: the descriptor of its lock. stolen: the previous controller's lease is over, but it
-    may be alive. lease: seconds; 0 if the term ends with the process."""
+    """A term that was begun."""
 
     store: Store
-    lock: int
-    stolen: bool
-    lease: float
+    lock: int  # the descriptor of its lock
+    stolen: bool  # the previous controller's lease is over, but it may be alive
+    lease: float  # seconds; 0 if the term ends with the process
     _renewed: float = 0.0
 
     def renew(self) -> None:
@@ -210,7 +209,15 @@ def _sweep(folder: Path, number: int) -> None:
 
 
 class Tenure:
-    """A controller's right to decide and act. lease: seconds; 0 for the life of the process."""
+    """A controller's right to decide and act.
+
+    Parameters
+    ----------
+    lease
+        Seconds; 0 for the life of the process.
+    now
+        The clock.
+    """
 
     def __init__(self, lease: float = 0.0, now: Callable[[], float] = clock) -> None:
         self.lease, self._now = lease, now
@@ -243,7 +250,17 @@ class Tenure:
 
 
 class Renewal:
-    """Renews the lease of a term in a thread with its own connection to the log. each: called after each renewal."""
+    """Renews the lease of a term in a thread with its own connection to the log.
+
+    Parameters
+    ----------
+    store
+        The log with the term.
+    tenure
+        Is told of each renewal.
+    each
+        Called after each renewal.
+    """
 
     def __init__(self, store: Store, tenure: Tenure, each: Callable[[], object]) -> None:
         self._path, self._term, self._tenure, self._each = store.path, store.term, tenure, each

@@ -24,10 +24,10 @@ MOST_NODES = 100  # in a report: those with the most failures
 
 
 class _Sums:
-    """Counts events. spared: seconds that a failure would cost without healing."""
+    """Counts events."""
 
     def __init__(self, spared: float) -> None:
-        self.spared = spared
+        self.spared = spared  # seconds that a failure would cost without healing
         self.failures: dict[int, tuple[str, int, str, str]] = {}  # cause, severity, node, job
         self.jobs: dict[str, JobSum] = {}
         self.nodes: dict[str, Counter[str]] = defaultdict(Counter)

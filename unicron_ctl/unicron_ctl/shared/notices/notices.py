@@ -24,15 +24,15 @@ TITLES = {ADMIN: "needs an admin", HEALED: "job healed", LEFT: "node left"}
 
 @dataclass(frozen=True)
 class Notice:
-    """A notice. id: of its event. time: seconds since the epoch. key: equal for notices of the same thing."""
+    """A notice."""
 
-    id: int
-    time: float
+    id: int  # of its event
+    time: float  # seconds since the epoch
     kind: str
     job: str
     node: str
     text: str
-    key: str
+    key: str  # equal for notices of the same thing
 
     def as_dict(self) -> dict[str, object]:
         """Return the notice as a hook or a webhook gets it."""

@@ -52,18 +52,26 @@ class ControllerKey:
 
 
 class Hello:
-    """Asks all of the controller's addresses at once. `address` may name several hosts, of which one has the controller
-    and the others have standbys, which do not answer. Raises UserError for an address that makes no sense.
+    """Asks all of the controller's addresses at once.
 
-    believed: names of users whose controllers are trusted, besides root, SlurmUser and our own user. targets: the
-    addresses, once it is open. reached: the address at which `wait_for_key` has found the key.
+    Parameters
+    ----------
+    address
+        May name several hosts. One has the controller, and the others have standbys, which do not answer.
+    believed
+        Names of users whose controllers are trusted, besides root, SlurmUser and our own user.
+
+    Raises
+    ------
+    UserError
+        For an address that makes no sense.
     """
 
     def __init__(self, address: str, believed: Sequence[str] = ()) -> None:
         self._hosts = endpoints(address)
         self._believed = believed
-        self.targets: list[Target] = []
-        self.reached: Target | None = None
+        self.targets: list[Target] = []  # the controller's addresses, once it is open
+        self.reached: Target | None = None  # where `wait_for_key` has found the key
         self._socket: socket.socket | None = None
         self._question = wire.encode(datagrams.Hello(padding=" " * HELLO_BYTES))
         self._problem = ""

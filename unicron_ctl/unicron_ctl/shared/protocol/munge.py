@@ -32,19 +32,19 @@ _names = TimeLimit(NAME_SECONDS, NAMES_HANGING, "unicron-names")
 
 @dataclass(frozen=True)
 class Credential:
-    """A valid credential: its maker's user id, and its payload. replayed: it was read before on this host."""
+    """A valid credential."""
 
-    uid: int
+    uid: int  # its maker's
     payload: bytes
-    replayed: bool = False
+    replayed: bool = False  # it was read before on this host
 
 
 class MungeError(Exception):
-    """There is no valid credential; the text says why. outage: munge gave no verdict, so another try may succeed."""
+    """There is no valid credential; the text says why."""
 
     def __init__(self, reason: str, outage: bool) -> None:
         super().__init__(reason)
-        self.outage = outage
+        self.outage = outage  # munge gave no verdict, so another try may succeed
 
 
 def make_credential(payload: str) -> str:

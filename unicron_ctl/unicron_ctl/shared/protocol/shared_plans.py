@@ -15,24 +15,24 @@ from unicron_transition.generations import layout
 
 
 class PlanCommon(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The common part of a plan. members, joiners: in order, as runs [first, last]. proposers: the agents of the first
-    members' elements, which stand in for the controller while it is away. nodes: in restart mode the names of the
-    members' nodes, in the order of their slots."""
+    """The common part of a plan."""
 
     generation: ranges.Count
-    members: ranges.Runs
+    members: ranges.Runs  # in order, as runs (first, last)
     store: ranges.NoName
     prefix: ranges.Kind
     boundary: bool = False
-    joiners: ranges.Runs = []
+    joiners: ranges.Runs = []  # the same
     source: ranges.Slot | None = None
     step: ranges.Count | None = None
     iteration: ranges.Iteration | None = None
     reason: ranges.Reason = ""
     proposers: Annotated[list[structs.Peer], Meta(max_length=ranges.MOST_PROPOSERS)] = []
+    """The agents of the first members' elements, which stand in for the controller while it is away."""
     replica: ranges.Replica = 1
     state: ranges.State | None = None
     nodes: Annotated[list[ranges.Name], Meta(max_length=ranges.MOST_NODES)] = []
+    """In restart mode: the names of the members' nodes, in the order of their slots."""
 
 
 _ALIKE = [name for name in PlanCommon.__struct_fields__ if name not in ("members", "joiners", "proposers", "nodes")]

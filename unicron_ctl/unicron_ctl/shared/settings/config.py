@@ -211,14 +211,16 @@ Section = ControllerConfig | AgentConfig | PlannerConfig | HealthConfig | Notify
 
 
 class Config(msgspec.Struct, kw_only=True):
-    """The whole file. severity: the admin's own rules, as the classifier reads them."""
+    """The whole file."""
 
     controller: ControllerConfig = msgspec.field(default_factory=ControllerConfig)
     agent: AgentConfig = msgspec.field(default_factory=AgentConfig)
     health: HealthConfig = msgspec.field(default_factory=HealthConfig)
     notify: NotifyConfig = msgspec.field(default_factory=NotifyConfig)
     severity: dict[str, Any] = {}
+    """The admin's own rules, as the classifier reads them."""
     path: str = ""
+    """Empty without a file."""
 
     def classifier(self) -> Classifier:
         """Return the shipped severity table with the admin's rules before it."""

@@ -20,11 +20,11 @@ ORPHAN_SECONDS = 600.0
 
 
 class Range(NamedTuple):
-    """The range of a number, both ends included. zero: 0 is also allowed, and switches the setting off."""
+    """The range of a number, both ends included."""
 
     low: float
     high: float
-    zero: bool = False
+    zero: bool = False  # 0 is also allowed, and switches the setting off
     why: str = ""
 
     def __str__(self) -> str:
@@ -38,14 +38,14 @@ class Range(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule: `low` must be below `high`, or also equal to it if `equal` is set. Each side is a sum of names: a field
-    of [controller], `lease`, or a key of FIXED_LIMITS or VARIABLES. slurm: only for a controller with Slurm."""
+    """A rule: `low` must be below `high`. Each side is a sum of names: a field of [controller], `lease`, or a key of
+    FIXED_LIMITS or VARIABLES."""
 
     low: str
     high: str
     why: str
-    equal: bool = False
-    slurm: bool = False
+    equal: bool = False  # they may be equal
+    slurm: bool = False  # only for a controller with Slurm
 
 
 FIXED_LIMITS = {"PLANNED_SECONDS": PLANNED_SECONDS, "ORPHAN_SECONDS": ORPHAN_SECONDS}

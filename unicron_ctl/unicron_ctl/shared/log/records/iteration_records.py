@@ -80,9 +80,9 @@ class NoCopies(Record, frozen=True, tag="no_copies"):
 
 
 class CopiesRefused(Record, frozen=True, tag="copies_refused"):
-    """Copies of the training state did not get through. ways: (from node, to node)."""
+    """Copies of the training state did not get through."""
 
-    ways: list[tuple[str, str]]
+    ways: list[tuple[str, str]]  # (from node, to node)
 
 
 class NewcomersWait(Record, frozen=True, tag="newcomers_wait"):
