@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pkgutil
+from typing import Any
 
 import click
 import msgspec
 
 from unicron_ctl.shared.commands.options import print_json
 from unicron_ctl.shared.commands.table import rooms
+from unicron_ctl.shared.settings.meanings import meanings
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
 
@@ -42,6 +44,16 @@ def command(words: tuple[str, ...]) -> None:
     if not name:
         print_text("\n".join(types), lines=True)
     elif name in types:
-        print_json(msgspec.json.schema(pkgutil.resolve_name(types[name])), indent=2)
+        print_json(schema(types[name]), indent=2)
     else:
         raise UserError(f"{name} has no schema: there are {', '.join(types)}", WRONG_USE)
+
+
+def schema(where: str) -> dict[str, Any]:
+    """Return the JSON Schema of the type at `module:attribute`, with the docstrings of fields as descriptions."""
+    found = msgspec.json.schema(pkgutil.resolve_name(where))
+    module = pkgutil.resolve_name(where.partition(":")[0])
+    for name, definition in found["$defs"].items():
+        for field, text in meanings(getattr(module, name)).items():
+            definition["properties"][field]["description"] = text
+    return found

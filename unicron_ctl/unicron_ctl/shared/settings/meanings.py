@@ -1,4 +1,4 @@
-"""Reads the meaning of each setting from the docstring below it, which only the source has."""
+"""Reads the meanings of settings and fields from the docstrings below them, which only the source has."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ def docstrings(body: Sequence[ast.stmt]) -> dict[str, str]:
     return found
 
 
-def meanings(section: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the meaning of each field of a section. Raises OSError if the source is not installed."""
-    (definition,) = ast.parse(inspect.getsource(section)).body
-    assert isinstance(definition, ast.ClassDef)
-    return docstrings(definition.body)
+def meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the meaning of each field that has a docstring. Raises OSError if the source is not installed."""
+    found: dict[str, str] = {}
+    for one in reversed(kind.__mro__[: kind.__mro__.index(msgspec.Struct)]):
+        (definition,) = ast.parse(inspect.getsource(one)).body
+        assert isinstance(definition, ast.ClassDef)
+        found |= docstrings(definition.body)
+    return found
