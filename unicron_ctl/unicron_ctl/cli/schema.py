@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pkgutil
-from typing import Any
 
 import click
 import msgspec
@@ -49,7 +48,7 @@ def command(words: tuple[str, ...]) -> None:
         raise UserError(f"{name} has no schema: there are {', '.join(types)}", WRONG_USE)
 
 
-def schema(where: str) -> dict[str, Any]:
+def schema(where: str) -> object:
     """Return the JSON Schema of the type at `module:attribute`, with the docstrings of fields as descriptions."""
     found = msgspec.json.schema(pkgutil.resolve_name(where))
     module = pkgutil.resolve_name(where.partition(":")[0])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
@@ -317,20 +317,13 @@ def _field_problem(section: msgspec.Struct, field: msgspec.structs.FieldInfo) ->
     for note in getattr(allowed, "__metadata__", ()):
         if isinstance(note, Range):
             return note.problem(field.name, value)
-    match field.name:
-        case "listen":
-            return listen_problem(value)
-        case "address":
-            return address_problem(value)
-        case "skip" if isinstance(section, HealthConfig):
+    if isinstance(section, HealthConfig):
+        if field.name == "skip":
             return skip_problem(value, section.programs)
-        case "programs":
+        if field.name == "programs":
             return next((wrong for name in value if (wrong := program_problem(name, value[name], [*CHECKS]))), "")
-        case "metrics":
-            return metrics_problem(value)
-        case "web_url":
-            return web_url_problem(value)
-    return ""
+    problem = _PROBLEMS.get(field.name)
+    return problem(value) if problem is not None else ""
 
 
 def skip_problem(value: tuple[str, ...], programs: Collection[str] = ()) -> str:
@@ -379,3 +372,12 @@ def address_problem(value: str | list[str]) -> str:
             return f'address = "{one}": write tcp://HOST:PORT, the name of unicrond\'s host as all nodes know it'
     twice = next((one for one in found if found.count(one) > 1), "")
     return f'address = "{twice}": named twice' if twice else ""
+
+
+# Of settings whose text has a form of its own.
+_PROBLEMS: dict[str, Callable[[Any], str]] = {
+    "listen": listen_problem,
+    "address": address_problem,
+    "metrics": metrics_problem,
+    "web_url": web_url_problem,
+}
