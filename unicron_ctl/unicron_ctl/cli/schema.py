@@ -50,9 +50,9 @@ def command(words: tuple[str, ...]) -> None:
 
 def schema(where: str) -> object:
     """Return the JSON Schema of the type at `module:attribute`, with the docstrings of fields as descriptions."""
-    found = msgspec.json.schema(pkgutil.resolve_name(where))
+    schema_of_type = msgspec.json.schema(pkgutil.resolve_name(where))
     module = pkgutil.resolve_name(where.partition(":")[0])
-    for name, definition in found["$defs"].items():
+    for name, definition in schema_of_type["$defs"].items():
         for field, text in meanings(getattr(module, name)).items():
             definition["properties"][field]["description"] = text
-    return found
+    return schema_of_type

@@ -121,7 +121,7 @@ class Source:
                 raise UserError("too many jobs are looked at: try again")
             self._next_job = max(self._next_job, self._clock()) + EXPLAIN_APART
         time.sleep(max(0.0, wait))
-        found = as_struct(self._ask({"kind": "explain", "job": job}), Explanation)
-        if found.job != job:  # the id was taken for another job's name
+        explanation = as_struct(self._ask({"kind": "explain", "job": job}), Explanation)
+        if explanation.job != job:  # the id was taken for another job's name
             raise UserError(f"no job has the id {job}")
-        return found
+        return explanation

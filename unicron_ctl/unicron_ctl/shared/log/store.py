@@ -76,9 +76,9 @@ def nothing() -> None:
     """Reports no progress."""
 
 
-def with_progress(found: Iterable[T], progress: Progress) -> Iterator[T]:
+def with_progress(rows: Iterable[T], progress: Progress) -> Iterator[T]:
     """Passes everything on, and calls `progress` now and then."""
-    for count, one in enumerate(found):
+    for count, one in enumerate(rows):
         if not count % PROGRESS_EVERY:
             progress()
         yield one
@@ -192,9 +192,9 @@ class Store:
 
     def _set_journal(self, mode: str) -> None:
         """Set the journal mode. Raises StoreError if another program has the file open in another mode."""
-        found = self._db.execute(f"PRAGMA journal_mode={mode}").fetchone()[0]
-        if found != mode:
-            raise StoreError(f"{self.path}: its journal stays {found!r}: does another program have it open?")
+        answer = self._db.execute(f"PRAGMA journal_mode={mode}").fetchone()[0]
+        if answer != mode:
+            raise StoreError(f"{self.path}: its journal stays {answer!r}: does another program have it open?")
 
     def holder(self) -> Holder:
         """Return the log's holder; Holder() if it had none yet."""
@@ -268,10 +268,10 @@ class Store:
         except sqlite3.Error as error:
             raise _store_error(self.path, error) from None
 
-    def _in_pieces(self, found: Iterator[tuple[int, int] | None]) -> Generator[int, None, None]:
-        """Delete records in pieces. found: (id, bytes), or None for a record that stays."""
+    def _in_pieces(self, rows: Iterator[tuple[int, int] | None]) -> Generator[int, None, None]:
+        """Delete records in pieces. rows: (id, bytes), or None for a record that stays."""
         doomed, size, looked = list[tuple[int]](), 0, 0
-        for one in found:
+        for one in rows:
             looked += 1
             if one is not None:
                 doomed.append((one[0],))
@@ -337,10 +337,10 @@ class Store:
     def states(self) -> list[tuple[int, bytes]]:
         """Return (event, state) of the saved states, the newest first."""
         try:
-            found = self._db.execute("SELECT event, state FROM state ORDER BY event DESC").fetchall()
+            rows = self._db.execute("SELECT event, state FROM state ORDER BY event DESC").fetchall()
         except sqlite3.Error as error:
             raise _store_error(self.path, error) from None
-        return [(int(event), bytes(state)) for event, state in found]
+        return [(int(event), bytes(state)) for event, state in rows]
 
     def open_to_others(self) -> str:
         """Return why others may have written the log, and what to do; empty if nobody else can."""
@@ -363,8 +363,8 @@ class Store:
         """
         chosen, size, looked = list[Event](), 0, 0
         read, cut = (after, 0.0), False
-        with contextlib.closing(self._rows(after, wanted)) as found:
-            for number, time, job, kind, length, payload in found:
+        with contextlib.closing(self._rows(after, wanted)) as rows:
+            for number, time, job, kind, length, payload in rows:
                 names = wanted.names(job)
                 counts = wanted.has_kind(kind) and time >= wanted.since
                 looked += READ_COUNTS if counts and names is not None else 1

@@ -152,14 +152,14 @@ def _begin_term(folder: Path, store: Store, last: Holder, leased: bool, stolen: 
 
 def held_terms(folder: Path) -> set[int]:
     """Return the terms whose locks are held, so whose controllers live. Raises UserError."""
-    found = set()
+    held = set()
     for number, path in _locks(folder):
         lock = _lock(path, fcntl.LOCK_SH, make=0)
         if lock is None:
-            found.add(number)
+            held.add(number)
         elif lock >= 0:
             os.close(lock)
-    return found
+    return held
 
 
 def terms(folder: Path) -> list[int]:
@@ -173,8 +173,8 @@ def lock_of(folder: Path, term: int) -> int | None:
 
 
 def _locks(folder: Path) -> list[tuple[int, Path]]:
-    found = [(path.suffix[1:], path) for path in folder.glob("lock.*")]
-    return [(int(number), path) for number, path in found if number.isdecimal()]
+    numbered = [(path.suffix[1:], path) for path in folder.glob("lock.*")]
+    return [(int(number), path) for number, path in numbered if number.isdecimal()]
 
 
 def _lock(path: Path, kind: int = fcntl.LOCK_EX, make: int = os.O_CREAT) -> int | None:

@@ -81,11 +81,11 @@ def week(events: Iterable[Event], since: float, until: float, spared: float) -> 
         CauseSum(
             cause=cause,
             severity=severity,
-            failures=len(found),
-            jobs=len({job for _, job in found}),
-            nodes=len({node for node, _ in found if node}),
+            failures=len(places),
+            jobs=len({job for _, job in places}),
+            nodes=len({node for node, _ in places if node}),
         )
-        for (cause, severity), found in sorted(grouped.items(), key=lambda item: (-len(item[1]), item[0]))
+        for (cause, severity), places in sorted(grouped.items(), key=lambda item: (-len(item[1]), item[0]))
     ]
     nodes = [
         NodeSum(node=name, failures=count["failures"], lost=count["lost"], out_of_service=count["out"])

@@ -256,11 +256,11 @@ class Assignment(msgspec.Struct, kw_only=True):
     waf: float
     """FLOP/s, weighted."""
     reasons: dict[str, str]
-    """By job."""
+    """Why each job gets its nodes."""
     spares: int
     """Nodes that no job gets."""
     layouts: dict[str, str] | UnsetType = UNSET
-    """By job, of those that can run in several."""
+    """Layout of each job that can run in several."""
     shares: dict[str, int] | UnsetType = UNSET
     """Nodes by owner, if there are several owners."""
     explanation: Alternative | UnsetType = UNSET
@@ -354,7 +354,7 @@ class Node(NodeChecks, kw_only=True):
     """As Slurm shows them."""
     healthy: bool
     reason: str
-    """Slurm's."""
+    """The reason that Slurm shows."""
     used_by: list[str]
     """Elements on it, as Slurm labels them."""
     downed_by_unicron: bool
@@ -392,9 +392,9 @@ class Controller(msgspec.Struct, kw_only=True):
     most_silent_since: float | None
     """Since when most agents are silent, or null."""
     modes: dict[str, str]
-    """By partition, at present."""
+    """Partition -> its mode at present."""
     paused: dict[str, float]
-    """By partition ("" for all): the end of an admin's pause, or 0 for no end."""
+    """Partition ("" for all) -> the end of an admin's pause; 0 for no end."""
     events: int
     """The id of the last event."""
     slurm: SlurmStatus
@@ -451,7 +451,7 @@ class Status(msgspec.Struct, kw_only=True):
     observed: list[str]
     """The savings that acting would have brought: a line for the last week, and one for the time since."""
     waf: float
-    """Of all listed jobs."""
+    """The sum over all listed jobs."""
     plan: PlanReport
     sharing: Annotated[Sharing | None, ADMIN] = None
 
@@ -498,18 +498,18 @@ class Report(msgspec.Struct, kw_only=True):
     causes: list[CauseSum]
     jobs: list[JobSum]
     nodes: Annotated[list[NodeSum], ADMIN] = []
-    """Those with the most failures."""
+    """The nodes with the most failures."""
     healed: int
     """Recoveries."""
     lost_node_hours: float
-    """Of the jobs' time."""
+    """The jobs' time that failures cost."""
     saved_node_hours: float
-    """Compared with a requeue and a start from the last checkpoint."""
+    """The time that a requeue and a start from the last checkpoint would have cost more."""
     spared_seconds: float
     """The assumed cost of these two, on all nodes of a job."""
     needed_admin: Annotated[int, ADMIN] = 0
     observed: Annotated[list[str], ADMIN] = []
-    """The same as in `Status`."""
+    """The savings that acting would have brought, as in the status."""
     cut_at: float | None = None
     """The time from which the report counts, if there were too many events; otherwise null."""
 
@@ -540,9 +540,9 @@ class PauseState(msgspec.Struct, kw_only=True):
 
     time: float
     until: dict[str, float]
-    """By partition ("" for all); 0 for no end."""
+    """Partition ("" for all) -> the end of its pause; 0 for no end."""
     modes: dict[str, str]
-    """By partition, at present."""
+    """Partition -> its mode at present."""
 
 
 class Injection(msgspec.Struct, kw_only=True):

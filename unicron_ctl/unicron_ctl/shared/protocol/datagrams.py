@@ -36,5 +36,5 @@ class Introduction(wire.Message, tag="introduction"):
 
 def hint(data: bytes) -> Hint:
     """Decode a hint. Raises :class:`wire.BadMessage`."""
-    found: Hint = wire.decode(data, Hint, HINT)
-    return found
+    message: Hint = wire.decode(data, Hint, HINT)
+    return message

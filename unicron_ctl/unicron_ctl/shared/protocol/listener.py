@@ -422,13 +422,13 @@ def listening(host: str, port: int, queue: int = QUEUE) -> list[socket.socket]:
             return [_listening(socket.AF_INET6, ("::", port), queue, dual=True)]
     if host in ("", "*"):
         host = "0.0.0.0"
-    found = {
+    addresses = {
         (family, where[0]): (family, where)
         for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     }
     opened: list[socket.socket] = []
     try:
-        for family, where in found.values():
+        for family, where in addresses.values():
             place = (where[0], opened[0].getsockname()[1], *where[2:]) if opened else where
             opened.append(_listening(family, place, queue, dual=where[0] == "::"))
     except OSError:

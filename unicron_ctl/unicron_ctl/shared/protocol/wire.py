@@ -511,7 +511,7 @@ class _VersionOnly(msgspec.Struct):
 def _number(data: bytes, form: Format) -> int:
     """Return the version of a message that does not fit; this side's own if it has none."""
     try:
-        found: int = decoder(_VersionOnly).decode(data).v
+        number: int = decoder(_VersionOnly).decode(data).v
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return form.number
-    return found
+    return number

@@ -226,9 +226,9 @@ class Session:
         if len(body) < _INITIATE_BYTES or body[9:105] != cookie:
             raise ProtocolError("an INITIATE that is none")
         box = self._box_of(theirs, self._pair[1])
-        found = self._open(box, body[113:], b"CurveZMQINITIATE" + body[105:113])
-        key, vouch = found[:32], found[48 : 48 + _VOUCH_BYTES]
-        vouched = self._open(self._box_of(key, self._pair[1]), vouch, b"VOUCH---" + found[32:48])
+        content = self._open(box, body[113:], b"CurveZMQINITIATE" + body[105:113])
+        key, vouch = content[:32], content[48 : 48 + _VOUCH_BYTES]
+        vouched = self._open(self._box_of(key, self._pair[1]), vouch, b"VOUCH---" + content[32:48])
         if vouched != theirs + self._keys.public:
             raise ProtocolError("its key is not proven")
         self._theirs, self._nonce = _SIZE.unpack_from(body, 105)[0], 1

@@ -245,18 +245,18 @@ def problems(section: Section, environment: Mapping[str, str] | None = None) -> 
     environment: unicrond's, to check the limits of agents, ranks and plugin as well.
     """
     wrong = {field.name: problem for field in fields_of(type(section)) if (problem := _field_problem(section, field))}
-    found = list(wrong.values())
+    lines = list(wrong.values())
     if isinstance(section, NotifyConfig):
-        found += wrong_targets(section).values()
+        lines += wrong_targets(section).values()
     if isinstance(section, ControllerConfig):
         values, variables = rule_values(section, environment)
         # Rules that a value out of range breaks would say nothing new.
         sound = {name: value for name, value in values.items() if name not in wrong}
         if {"heartbeat_period", "lease_periods"} & wrong.keys():
             sound.pop("lease")
-        found += [*variables, *limits.contradictions(sound, section.slurm != "none")]
-        found += _standby_problems(section) if "metrics" not in wrong else []
-    return found
+        lines += [*variables, *limits.contradictions(sound, section.slurm != "none")]
+        lines += _standby_problems(section) if "metrics" not in wrong else []
+    return lines
 
 
 def _standby_problems(section: ControllerConfig) -> list[str]:
@@ -363,14 +363,14 @@ def listen_problem(value: str) -> str:
 
 def address_problem(value: str | list[str]) -> str:
     """Return the problem of the controller's addresses for others, or ""."""
-    found = split_addresses(value) if isinstance(value, str) else value
-    if len(found) > MOST_CONTROLLERS:
-        return f"address: {len(found)} of them: one and a standby are enough, {MOST_CONTROLLERS} are the most"
-    for one in found:
+    addresses = split_addresses(value) if isinstance(value, str) else value
+    if len(addresses) > MOST_CONTROLLERS:
+        return f"address: {len(addresses)} of them: one and a standby are enough, {MOST_CONTROLLERS} are the most"
+    for one in addresses:
         host, _, port = one.removeprefix("tcp://").rpartition(":")
         if listen_problem(one) or not int(port) or not host or host in ALL_ADDRESSES:
             return f'address = "{one}": write tcp://HOST:PORT, the name of unicrond\'s host as all nodes know it'
-    twice = next((one for one in found if found.count(one) > 1), "")
+    twice = next((one for one in addresses if addresses.count(one) > 1), "")
     return f'address = "{twice}": named twice' if twice else ""
 
 

@@ -12,22 +12,22 @@ import msgspec
 
 def docstrings(body: Sequence[ast.stmt]) -> dict[str, str]:
     """Return the docstring below each assignment, by the assigned name."""
-    found = {}
+    texts = {}
     for line, below in pairwise(body):
         match line, below:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
                 ast.Expr(value=ast.Constant(value=str(text))),
             ):
-                found[name] = " ".join(text.split())
-    return found
+                texts[name] = " ".join(text.split())
+    return texts
 
 
 def meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
     """Return the meaning of each field that has a docstring. Raises OSError if the source is not installed."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for one in reversed(kind.__mro__[: kind.__mro__.index(msgspec.Struct)]):
         (definition,) = ast.parse(inspect.getsource(one)).body
         assert isinstance(definition, ast.ClassDef)
-        found |= docstrings(definition.body)
-    return found
+        texts |= docstrings(definition.body)
+    return texts
