@@ -39,8 +39,6 @@ class Sessions:
     ----------
     origins
         The page's own addresses, of which a credential names one.
-    clock
-        In seconds; it never goes back.
     """
 
     def __init__(self, origins: Collection[str], clock: Callable[[], float] = time.monotonic) -> None:

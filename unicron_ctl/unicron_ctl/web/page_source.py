@@ -85,8 +85,6 @@ class Source:
     ----------
     ask
         As `protocol.client.ask_controller`.
-    clock
-        In seconds; it never goes back.
     """
 
     def __init__(self, ask: Ask, clock: Callable[[], float] = time.monotonic) -> None:

@@ -15,9 +15,9 @@ class EscalationFacts(msgspec.Struct, frozen=True, kw_only=True):
     scope: str
     severity: int
     uptime: float | None  # seconds that the process had lived; None if unknown
-    worked: bool
-    event: str
-    state: str
+    worked: bool  # the process had finished an iteration
+    event: str  # a value of `escalation_table.Event`
+    state: str  # of the slot, a value of `escalation_table.State`
 
 
 class SeenExit(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,14 +48,14 @@ class FailureDetected(Record, frozen=True, tag="failure_detected"):
     wait_seconds: float = 0.0  # before its process starts again
     escalation: EscalationFacts | None = None
     exits: list[SeenExit] = []
-    iteration: int | None = None
+    iteration: int | None = None  # that the rank computed
     micro_batch: tuple[int, int] | None = None  # (iteration, index) that the rank computed when it failed
     detected_in: int = 0  # the highest generation at that time
     exit_code: int | None = None
     pid: int | None = None
     last_line: str = ""  # of the process's output
     lived: float | None = None  # seconds from the start of the process to its end
-    fault_at: float | None = None
+    fault_at: float | None = None  # the time of the exception, by the agent's clock
     noted: float | None = None  # the time of a note: a fault that was corrected without the controller
 
 
@@ -99,8 +99,8 @@ class ActionFailed(Record, frozen=True, tag="action_failed"):
 
     slot: int  # -1 if Slurm refused to take the node out of service
     node: str
-    failed: str
-    action: str
+    failed: str  # the action that failed
+    action: str  # the next one
     severity: int
-    state: str = ""
-    failure: int = 0
+    state: str = ""  # of the slot, as in `EscalationFacts`
+    failure: int = 0  # its number, or 0

@@ -105,7 +105,7 @@ class LastCopy(Record, frozen=True, tag="last_copy"):
 
 class GenerationEntered(Record, frozen=True, tag="entered"):
     members: list[int]
-    left: list[int] = []
+    left: list[int] = []  # members of the generation before that left at the boundary
 
 
 class Reform(Record, frozen=True, tag="reform"):

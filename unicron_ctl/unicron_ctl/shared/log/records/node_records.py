@@ -6,7 +6,7 @@ from unicron_ctl.shared.log.records.base import Record
 
 
 class Silence(Record, frozen=True, tag="silence"):
-    """An agent is silent. reason: why its node does not count as lost."""
+    """An agent is silent. The reason says why its node does not count as lost."""
 
     element: int
     node: str

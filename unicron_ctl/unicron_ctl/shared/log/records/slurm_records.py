@@ -150,12 +150,12 @@ class ElementsAllotted(Record, frozen=True, tag="allotted"):
 
 
 class ClusterReplanned(Record, frozen=True, tag="replanned"):
-    assignment: dict[str, int]
-    reasons: dict[str, str]
+    assignment: dict[str, int]  # nodes by job
+    reasons: dict[str, str]  # by job
     objective: float
     waf: float
-    inputs: str
-    trigger: str
+    inputs: str  # the key of the planner's input
+    trigger: str  # the event for which the plan was made
     spares: int
-    looked_up: bool
-    layouts: dict[str, str] = {}
+    looked_up: bool  # it was made before the event
+    layouts: dict[str, str] = {}  # by job
