@@ -106,9 +106,9 @@ class TextVerdict(msgspec.Struct, kw_only=True):
 
 def _print(verdict: Verdict, as_json: bool, line: str | None = None) -> None:
     if as_json:
-        found = msgspec.convert(verdict, TextVerdict, from_attributes=True)
-        found.text = UNSET if line is None else line
-        print_json(found)
+        text_verdict = msgspec.convert(verdict, TextVerdict, from_attributes=True)
+        text_verdict.text = UNSET if line is None else line
+        print_json(text_verdict)
         return
     print_text(f"SEV{int(verdict.severity)} {verdict.cause} -> {verdict.action}  [rule {verdict.rule}]")
     print_text(f"  {verdict.reason}")

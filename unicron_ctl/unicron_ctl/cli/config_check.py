@@ -30,7 +30,7 @@ class PartitionReport(msgspec.Struct, kw_only=True):
     nodes: int | None
     """Null if Slurm has no such partition."""
     state: str | None
-    """Likewise."""
+    """Its state in Slurm; null if Slurm has no such partition."""
     mode: str
     actions: list[str]
     max_weight: float
@@ -73,19 +73,21 @@ def check(path: str | None, as_json: bool) -> int:
                 warnings.append(RETURNS)
     except SlurmError as failed:
         error = str(failed)
-    found = permissions(config, listed)
-    known = {one.name for one in listed}
+    reports = permissions(config, listed)
+    names = {one.name for one in listed}
     if listed:
         problems += [
-            f"[partition.{name}]: Slurm has no such partition: it has {', '.join(sorted(known))}"
+            f"[partition.{name}]: Slurm has no such partition: it has {', '.join(sorted(names))}"
             for name in config.controller.partitions
-            if name != DEFAULT and name not in known
+            if name != DEFAULT and name not in names
         ]
     if as_json:
-        print_json(ConfigReport(file=config.path, problems=problems, warnings=warnings, slurm=error, partitions=found))
+        print_json(
+            ConfigReport(file=config.path, problems=problems, warnings=warnings, slurm=error, partitions=reports)
+        )
     else:
         print_text(config.path or "no file: the defaults")
-        show([table(found)])
+        show([table(reports)])
         if error:
             print_text(f"Slurm's partitions are not known: {error}", err=True)
         for problem in (*warnings, *problems):
@@ -95,11 +97,12 @@ def check(path: str | None, as_json: bool) -> int:
 
 def permissions(config: Config, listed: list[PartitionInfo]) -> list[PartitionReport]:
     """Return the permissions in Slurm's partitions, in others that the file names, and in all others ("default")."""
-    known = {one.name: one for one in listed}
-    found = []
-    for name in (*known, *sorted(config.controller.partitions.keys() - known.keys() - {DEFAULT}), DEFAULT):
-        rules, info = config.controller.rules("" if name == DEFAULT else name), known.get(name)
-        found.append(
+    infos = {one.name: one for one in listed}
+    reports = []
+    others = sorted(config.controller.partitions.keys() - infos.keys() - {DEFAULT})
+    for name in (*infos, *others, DEFAULT):
+        rules, info = config.controller.rules("" if name == DEFAULT else name), infos.get(name)
+        reports.append(
             PartitionReport(
                 partition=name,
                 nodes=info.nodes if info else None,
@@ -112,13 +115,13 @@ def permissions(config: Config, listed: list[PartitionInfo]) -> list[PartitionRe
                 spare_nodes=rules.spare_nodes,
             )
         )
-    return found
+    return reports
 
 
-def table(found: list[PartitionReport]) -> Listing:
+def table(reports: list[PartitionReport]) -> Listing:
     """Return a table with a line for each partition."""
     partitions = Listing("partition", "nodes", "state", "mode", "spare", "weight", "actions", optional=["spare"])
-    for one in found:
+    for one in reports:
         claims = [f"{name}={most:g}" for limits in (one.accounts, one.qos) for name, most in sorted(limits.items())]
         partitions.add_row(
             one.partition,

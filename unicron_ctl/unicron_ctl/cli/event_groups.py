@@ -25,12 +25,12 @@ def together(events: Iterable[Event]) -> list[Group]:
     """Group events that differ in nothing but names, in the order of each group's first event."""
     groups: list[Group] = []
     latest: dict[tuple[str, str, str], Group] = {}
-    known: dict[int, Event] = {}
+    failures: dict[int, Event] = {}
     for event in events:
         if event["kind"] == FAILURE:
-            known[event["id"]] = {name: event[name] for name in ("node", "element", "slots") if name in event}
+            failures[event["id"]] = {name: event[name] for name in ("node", "element", "slots") if name in event}
         elif isinstance(failure := event.get("failure"), int):  # an action on a failure belongs to its node
-            event = known.get(failure, {}) | event
+            event = failures.get(failure, {}) | event
         key = event["kind"], event["job"], _nameless(event)
         group = latest.get(key)
         if group is None or event["time"] - group[0]["time"] > TOGETHER:
@@ -64,8 +64,8 @@ def _job(event: Event) -> str:
 
 
 def _generations(group: Group) -> str:
-    found = sorted({event["generation"] for event in group} - {0})
-    return "" if not found else f" g{found[0]}" if len(found) == 1 else f" g{found[0]}-{found[-1]}"
+    numbers = sorted({event["generation"] for event in group} - {0})
+    return "" if not numbers else f" g{numbers[0]}" if len(numbers) == 1 else f" g{numbers[0]}-{numbers[-1]}"
 
 
 def _text_of(event: Event, folds: bool = False) -> str:
@@ -90,7 +90,7 @@ def _nodes(event: Event) -> list[str]:
 
 def _list_field(event: Event, field: str) -> list[Any]:
     """Return the field if it is a list; in some kinds of events it is a count."""
-    return found if isinstance(found := event.get(field), list) else []
+    return value if isinstance(value := event.get(field), list) else []
 
 
 def _names(event: Event) -> list[str]:

@@ -60,8 +60,8 @@ def command(
     chosen = {"kinds": " ".join(kinds).replace(",", " "), "without": quiet, "job": job, **filters}
     log = Log({"kind": "events", **chosen}, lambda question: ask_controller(question, controller))
     try:
-        found, earlier = (grouped(log.later(after, limit)), False) if after else log.newest(limit, grouped)
-        _print(found, as_json, folds)
+        groups, earlier = (grouped(log.later(after, limit)), False) if after else log.newest(limit, grouped)
+        _print(groups, as_json, folds)
         if earlier and "since" in filters:
             print_text(f"unicronctl: there are earlier ones: -n {min(MOST, 10 * limit)} shows more", err=True)
         after = log.read
@@ -91,18 +91,18 @@ class Log:
 
     def newest(self, limit: int, grouped: Callable[[list[Event]], list[Group]] = alone) -> tuple[list[Group], bool]:
         """Return the last groups of events, oldest first, and whether there are earlier ones. Raises UserError."""
-        found: list[Event] = []
+        chosen: list[Event] = []
         groups: list[Group] = []
         before, more = 0, True
-        while more and len(groups) <= limit and len(found) <= MOST:
-            most = limit + 1 - len(groups) if len(groups) == len(found) else PAGE
+        while more and len(groups) <= limit and len(chosen) <= MOST:
+            most = limit + 1 - len(groups) if len(groups) == len(chosen) else PAGE
             piece = self._ask_for_events(before=before, limit=most)
             if piece and piece[-1]["kind"] == READ:
                 self.read = max(self.read, piece.pop()["id"])
             more = len(piece) >= most or (bool(piece) and piece[0]["kind"] == CUT)
             before = piece[0]["id"] if piece else before
-            found = [event for event in piece if event["kind"] != CUT] + found
-            groups = grouped(found)
+            chosen = [event for event in piece if event["kind"] != CUT] + chosen
+            groups = grouped(chosen)
         return groups[-limit:], more or len(groups) > limit
 
     def later(self, after: int, limit: int) -> Iterator[Event]:

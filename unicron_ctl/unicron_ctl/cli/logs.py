@@ -60,12 +60,12 @@ class RankFile:
             raise UserError(f"cannot read {self._path}: {error.strerror}") from None
 
 
-def rank_files(folder: Path, rank: int | None, known: dict[int, RankFile]) -> None:
+def rank_files(folder: Path, rank: int | None, files: dict[int, RankFile]) -> None:
     """Add the files in the folder to the known ones; only that of `rank`, unless it is None."""
     for path in folder.glob("rank-*.log"):
-        found = _FILE.fullmatch(path.name)
-        if found and rank in (None, number := int(found[1])):
-            known.setdefault(number, RankFile(number, path))
+        match = _FILE.fullmatch(path.name)
+        if match and rank in (None, number := int(match[1])):
+            files.setdefault(number, RankFile(number, path))
 
 
 def merge_lines(files: dict[int, RankFile]) -> Iterator[LogLine]:

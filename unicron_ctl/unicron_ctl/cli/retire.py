@@ -25,19 +25,19 @@ def command(dry_run: bool, yes: bool) -> None:
     """
     client = CommandLineClient(timeout=SECONDS)
     try:
-        found = leftovers(client.nodes(), client.elements())
+        remains = leftovers(client.nodes(), client.elements())
     except SlurmError as error:
         raise UserError(f"Slurm did not answer, and nothing was changed: {error}") from None
-    for what in found:
+    for what in remains:
         print_text(what.line())
-    if not found:
+    if not remains:
         print_text("nothing of Unicron's is left in Slurm")
-    if dry_run or not found:
+    if dry_run or not remains:
         return
     _refuse_beside_a_controller()
     if not yes:
         click.confirm("go on?", abort=True)
-    if refused := take_all_back(client, found):
+    if refused := take_all_back(client, remains):
         raise UserError("; ".join(refused))
 
 

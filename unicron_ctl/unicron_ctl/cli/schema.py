@@ -9,6 +9,7 @@ import msgspec
 
 from unicron_ctl.shared.commands.options import print_json
 from unicron_ctl.shared.commands.table import rooms
+from unicron_ctl.shared.settings.meanings import meanings
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.printable import print_text
 
@@ -42,6 +43,16 @@ def command(words: tuple[str, ...]) -> None:
     if not name:
         print_text("\n".join(types), lines=True)
     elif name in types:
-        print_json(msgspec.json.schema(pkgutil.resolve_name(types[name])), indent=2)
+        print_json(schema(types[name]), indent=2)
     else:
         raise UserError(f"{name} has no schema: there are {', '.join(types)}", WRONG_USE)
+
+
+def schema(where: str) -> object:
+    """Return the JSON Schema of the type at `module:attribute`, with the docstrings of fields as descriptions."""
+    schema_of_type = msgspec.json.schema(pkgutil.resolve_name(where))
+    module = pkgutil.resolve_name(where.partition(":")[0])
+    for name, definition in schema_of_type["$defs"].items():
+        for field, text in meanings(getattr(module, name)).items():
+            definition["properties"][field]["description"] = text
+    return schema_of_type

@@ -37,10 +37,10 @@ COMMANDS = {
 @functools.cache
 def commands() -> dict[str, Command]:
     """Return all commands by name: the core's, and those of the installed rooms."""
-    found = dict(COMMANDS)
+    table = dict(COMMANDS)
     for room in rooms():
-        found |= getattr(room, "COMMANDS", {})
-    return found
+        table |= getattr(room, "COMMANDS", {})
+    return table
 
 
 class LazyGroup(click.Group):
@@ -50,10 +50,10 @@ class LazyGroup(click.Group):
         return sorted(commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        found = COMMANDS.get(cmd_name) or commands().get(cmd_name)  # for the core's, the rooms are not loaded
-        if found is None:
+        entry = COMMANDS.get(cmd_name) or commands().get(cmd_name)  # for the core's, the rooms are not loaded
+        if entry is None:
             return None
-        module_name, attribute = found.target.split(":")
+        module_name, attribute = entry.target.split(":")
         command: click.Command = getattr(importlib.import_module(module_name), attribute)
         return command
 

@@ -123,12 +123,12 @@ def _readme(job: str, members: Mapping[str, Any], with_logs: bool, left_out: lis
 
 def _known_secrets() -> list[str]:
     """Return the known values of secrets, to remove them from all texts."""
-    found = secret_values(os.environ)
+    secrets = secret_values(os.environ)
     with contextlib.suppress(UserError):
         config, _ = load_valid_part()
         if config.notify.secrets and os.access(config.notify.secrets, os.R_OK):
-            found += load_secrets(config.notify).words
-    return found
+            secrets += load_secrets(config.notify).words
+    return secrets
 
 
 def _collect(job: str, with_logs: bool, controller: str | None, left_out: list[str]) -> Iterator[tuple[str, Any]]:
@@ -237,16 +237,16 @@ def _tail(path: Path, owner: int | None) -> str:
     """
     named = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        found = os.fstat(named)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(named)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "no plain file")
-        if found.st_uid != owner and os.geteuid() != owner:
+        if status.st_uid != owner and os.geteuid() != owner:
             raise OSError(errno.EPERM, "not a file of the job's owner")
         descriptor = os.open(f"/proc/self/fd/{named}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(named)
     with os.fdopen(descriptor, "rb") as file:
-        file.seek(max(0, found.st_size - TAIL_BYTES))
+        file.seek(max(0, status.st_size - TAIL_BYTES))
         return file.read(TAIL_BYTES).decode(errors="replace")
 
 

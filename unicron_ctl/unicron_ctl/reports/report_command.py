@@ -50,13 +50,13 @@ def week(seconds: float, as_html: bool, as_json: bool, send: bool, path: str | N
     if not seconds > 0.0:
         raise UserError("--since is how far back: write 7d or 30d", WRONG_USE)
     answer = ask_controller({"kind": "report", "seconds": seconds}, controller)
-    found = as_struct(answer, Report)
+    report = as_struct(answer, Report)
     if send:
-        _send(found, path)
+        _send(report, path)
     elif as_json:
         print_json(answer, indent=2)
     else:
-        print_text(week_report.page(found) if as_html else week_report.text(found), lines=True, nl=False)
+        print_text(week_report.page(report) if as_html else week_report.text(report), lines=True, nl=False)
 
 
 def _send(report: Report, path: str | None) -> None:
@@ -69,11 +69,11 @@ def _send(report: Report, path: str | None) -> None:
         raise UserError(f"{config.path}: [notify] {wrong[0]}", WRONG_USE)
     data = {"version": 1, "report": msgspec.to_builtins(report)}
     message = Message(week_report.title(report), week_report.text(report), data, week_report.page(report))
-    found = targets(config.notify, load_secrets(config.notify), Hooks())
-    if not found:
+    deliveries = targets(config.notify, load_secrets(config.notify), Hooks())
+    if not deliveries:
         raise UserError(f"{config.path or 'unicron.toml'}: [notify] names nobody: add hook, mail or secrets")
     failed = []
-    for name, deliver in found.items():
+    for name, deliver in deliveries.items():
         try:
             deliver(message)
         except NotTold as error:

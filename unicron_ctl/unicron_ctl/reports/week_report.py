@@ -55,8 +55,8 @@ def tables(report: Report) -> Iterator[tuple[str, Listing]]:
         nodes.add_row(node.node, str(node.failures), str(node.lost), str(node.out_of_service))
     if len(report.nodes) > JOBS:
         nodes.add_note(f"and {len(report.nodes) - JOBS} more nodes")
-    found = {"Failures by cause": causes, "Jobs": jobs, "Nodes": nodes}
-    yield from ((name, table) for name, table in found.items() if table.rows)
+    titled = {"Failures by cause": causes, "Jobs": jobs, "Nodes": nodes}
+    yield from ((name, table) for name, table in titled.items() if table.rows)
 
 
 def text(report: Report) -> str:

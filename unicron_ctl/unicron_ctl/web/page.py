@@ -36,21 +36,21 @@ JSON = "application/json"
 
 
 class NotFor(Exception):
-    """The viewer gets no answer. status: the HTTP status."""
+    """The viewer gets no answer."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
-        self.status = status
+        self.status = status  # of HTTP
 
 
 @dataclass(frozen=True)
 class Body:
-    """An answer. every: seconds after which the browser should ask again; 0 for never."""
+    """An answer."""
 
     data: bytes
-    kind: str
-    tag: str
-    every: float = 0.0
+    kind: str  # its media type
+    tag: str  # its ETag
+    every: float = 0.0  # seconds after which the browser should ask again; 0 for never
 
     @cached_property
     def packed(self) -> bytes:
@@ -89,14 +89,22 @@ class Once:
             self._kept.move_to_end(key)
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
-            made: T = kept[1]
-            return made
+            answer: T = kept[1]
+            return answer
         finally:
             self._lock.release()
 
 
 class Page:
-    """Answers the page's requests. sessions: None for a single user (auth = "none")."""
+    """Answers the page's requests.
+
+    Parameters
+    ----------
+    source
+        The controller's last answers.
+    sessions
+        None for a single user (auth = "none").
+    """
 
     def __init__(self, source: Source, sessions: Sessions | None) -> None:
         self._source, self.sessions = source, sessions
@@ -110,7 +118,7 @@ class Page:
         self._waiting: Counter[Viewer | None] = Counter()
         self._lock = threading.Lock()
 
-    def answer(self, path: str, token: str, given: str) -> Body:
+    def answer(self, path: str, token: str, argument: str) -> Body:
         """Answer one of `questions`. Raises NotFor, and Busy if too many questions wait."""
         viewer = self.who(token)
         with self._lock:
@@ -118,7 +126,7 @@ class Page:
                 raise Busy("you ask for too much at once: try again")
             self._waiting[viewer] += 1
         try:
-            return self.questions[path](viewer, given)
+            return self.questions[path](viewer, argument)
         finally:
             with self._lock:
                 self._waiting[viewer] -= 1
@@ -163,20 +171,20 @@ class Page:
         _, sight = self._sight(viewer)
         if job not in sight.mine:
             raise NotFor(404, "there is no such job, or it is not yours")
-        found = self._source.explanation(job)
-        if found.answer is None:
-            raise NotFor(503, found.problem)
-        answer = found.answer
+        last = self._source.explanation(job)
+        if last.answer is None:
+            raise NotFor(503, last.problem)
+        answer = last.answer
         second = None if answer.ended else self._alternative(sight, viewer, job)
-        return json_body(page_view.job_view(answer, second) | {"problem": found.problem}, found.every)
+        return json_body(page_view.job_view(answer, second) | {"problem": last.problem}, last.every)
 
     def _alternative(self, sight: Sight, viewer: Viewer | None, job: str) -> Any:
         """Return the planner's choice for the job and its second choice; None if it has none."""
-        found = self._source.scenario()
-        if (whole := found.answer) is None:
+        last = self._source.scenario()
+        if (whole := last.answer) is None:
             return None
         key = ("alternative", job, None if sight.reads_all else viewer)
-        return self._plans.get(key, found.number, lambda: alternative(msgspec.to_builtins(sight.scenario(whole)), job))
+        return self._plans.get(key, last.number, lambda: alternative(msgspec.to_builtins(sight.scenario(whole)), job))
 
     def _plan(self, viewer: Viewer | None, _: str) -> Body:
         from unicron_planner.problem.objective import PlanError
@@ -184,10 +192,10 @@ class Page:
         from unicron_planner.solver.solve import solve
 
         sight = self._sight(viewer)[1]
-        found = self._source.scenario()
-        if found.answer is None:
-            raise NotFor(503, found.problem)
-        scenario, names = sight.scenario(found.answer), {job.job: job.name for job in sight.status().jobs}
+        last = self._source.scenario()
+        if last.answer is None:
+            raise NotFor(503, last.problem)
+        scenario, names = sight.scenario(last.answer), {job.job: job.name for job in sight.status().jobs}
 
         def make() -> page_view.View:
             try:
@@ -195,5 +203,5 @@ class Page:
             except PlanError as error:
                 return {"jobs": [], "why": str(error)}
 
-        data = self._plans.get(("plan", None if sight.reads_all else viewer), found.number, make)
-        return json_body(data, found.every)
+        data = self._plans.get(("plan", None if sight.reads_all else viewer), last.number, make)
+        return json_body(data, last.every)

@@ -41,7 +41,14 @@ HEADERS = (
 class Server(BoundedServer):
     """Listens at host:port. Raises UserError if that is not possible.
 
-    origins: the addresses by which browsers may know the page, besides those of this socket.
+    Parameters
+    ----------
+    host, port
+        The address to listen at; port 0 for any free one.
+    page
+        Makes the page, given the origins by which browsers may know it.
+    origins
+        Those of them that are not addresses of this socket.
     """
 
     def __init__(self, host: str, port: int, page: Callable[[Collection[str]], Page], origins: Collection[str]) -> None:
@@ -110,7 +117,7 @@ class Handler(BaseHTTPRequestHandler):
         """Sends the result of `make`: an answer, or the cookie to set and the page's part of a session."""
         try:
             self._check_host()
-            made = make()
+            answer = make()
         except NotFor as error:
             self._refuse(error.status, str(error))
         except LinkRefused as error:
@@ -121,19 +128,19 @@ class Handler(BaseHTTPRequestHandler):
             log.exception("could not answer %.100r", self.path)
             self._refuse(500, "the page could not answer: see the log of `unicronctl web`")
         else:
-            if isinstance(made, tuple):
-                self._send(200, json_body(made[1]), made[0])
-            elif made.tag in self.headers.get("If-None-Match", ""):
-                self._send(304, made)
+            if isinstance(answer, tuple):
+                self._send(200, json_body(answer[1]), answer[0])
+            elif answer.tag in self.headers.get("If-None-Match", ""):
+                self._send(304, answer)
             else:
-                self._send(200, made)
+                self._send(200, answer)
 
     def _check_host(self) -> None:
         """Refuses a page of another site that directs its own name to this address (DNS rebinding)."""
         named = self.headers.get_all("Host") or []
         if len(named) != 1 or named[0].strip().lower() not in self.server.hosts:
-            known = ", ".join(sorted(self.server.hosts))
-            raise NotFor(421, f"this page is known as {known}; give `unicronctl web` --url with a further address")
+            hosts = ", ".join(sorted(self.server.hosts))
+            raise NotFor(421, f"this page is known as {hosts}; give `unicronctl web` --url with a further address")
 
     def _read(self) -> Body:
         self.server.note_asked(self.connection)
@@ -142,8 +149,8 @@ class Handler(BaseHTTPRequestHandler):
             return page.files[path]
         if path not in page.questions:
             raise NotFor(404, "there is no such page")
-        given = unquote(query.removeprefix("id=")) if query.startswith("id=") else ""
-        return page.answer(path, self._token(), given)
+        argument = unquote(query.removeprefix("id=")) if query.startswith("id=") else ""
+        return page.answer(path, self._token(), argument)
 
     def _order(self) -> tuple[str, dict[str, str]]:
         """Begins or ends a session. Returns the cookie to set, and what the page keeps: the half of the token that is

@@ -35,7 +35,10 @@ class _Session:
 class Sessions:
     """Exchanges munge credentials for tokens, and keeps digests of the tokens in memory.
 
-    origins: the page's own addresses, of which a credential names one.
+    Parameters
+    ----------
+    origins
+        The page's own addresses, of which a credential names one.
     """
 
     def __init__(self, origins: Collection[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,14 +71,14 @@ class Sessions:
         if not credential.startswith("MUNGE:") or not credential.isascii():
             raise LinkRefused(f"this is no link to a page: {NEW_LINK}")
         try:
-            found = unmunge(credential)
+            proof = unmunge(credential)
         except MungeError as error:
             raise LinkRefused(f"{error}: {NEW_LINK}") from None
-        if found.replayed or not self._first_use(credential, found.uid):
+        if proof.replayed or not self._first_use(credential, proof.uid):
             raise LinkRefused(f"this link was used before: {NEW_LINK}")
-        if found.payload not in self._claims:
+        if proof.payload not in self._claims:
             raise LinkRefused(f"this link is for another address: {NEW_LINK} and --url with the address that you open")
-        return Viewer(found.uid, user_name(found.uid))
+        return Viewer(proof.uid, user_name(proof.uid))
 
     def _first_use(self, credential: str, uid: int) -> bool:
         """Note that a link is used, and return whether it is the first time. munged itself forgets that when it
@@ -91,8 +94,8 @@ class Sessions:
 
     def _forget(self, which: Callable[[_Session], bool], kept: int) -> None:
         """Forget all but the newest `kept` of these sessions."""
-        found = [digest for digest, session in self._known.items() if which(session)]
-        for digest in found[: max(0, len(found) - kept)]:
+        digests = [digest for digest, session in self._known.items() if which(session)]
+        for digest in digests[: max(0, len(digests) - kept)]:
             del self._known[digest]
 
     def viewer(self, token: str) -> Viewer | None:

@@ -33,14 +33,13 @@ class Busy(Exception):
 
 @dataclass(frozen=True)
 class LastAnswer(Generic[Answer]):
-    """The last answer. problem: the reason why there is no newer one, or "". number: counts the tries. every: seconds
-    between two questions. at: the time of the last question, by the monotonic clock."""
+    """The last answer to a question."""
 
     answer: Answer | None
-    problem: str
-    number: int
-    every: float
-    at: float
+    problem: str  # why there is no newer one, or empty
+    number: int  # counts the tries
+    every: float  # seconds between two questions
+    at: float  # the time of the last question, by the monotonic clock
 
 
 class AnswerKeeper(Generic[Answer]):
@@ -80,7 +79,13 @@ class AnswerKeeper(Generic[Answer]):
 
 
 class Source:
-    """Asks the controller. ask: as `protocol.client.ask_controller`."""
+    """Asks the controller.
+
+    Parameters
+    ----------
+    ask
+        As `protocol.client.ask_controller`.
+    """
 
     def __init__(self, ask: Ask, clock: Callable[[], float] = time.monotonic) -> None:
         self._ask, self._clock = ask, clock
@@ -114,7 +119,7 @@ class Source:
                 raise UserError("too many jobs are looked at: try again")
             self._next_job = max(self._next_job, self._clock()) + EXPLAIN_APART
         time.sleep(max(0.0, wait))
-        found = as_struct(self._ask({"kind": "explain", "job": job}), Explanation)
-        if found.job != job:  # the id was taken for another job's name
+        explanation = as_struct(self._ask({"kind": "explain", "job": job}), Explanation)
+        if explanation.job != job:  # the id was taken for another job's name
             raise UserError(f"no job has the id {job}")
-        return found
+        return explanation

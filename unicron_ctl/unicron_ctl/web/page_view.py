@@ -19,7 +19,7 @@ def overview(status: Status, admin: bool) -> View:
     """Show the whole cluster. A node is [name, look, Slurm's states, jobs, whether it is suspect, remark]; times are
     seconds since the epoch."""
     controller = status.controller
-    known = {job.job for job in status.jobs if not job.ended}
+    living = {job.job for job in status.jobs if not job.ended}
     trained, lost = sum(job.trained_seconds for job in status.jobs), sum(job.lost_seconds for job in status.jobs)
     return {
         "admin": admin,
@@ -31,20 +31,20 @@ def overview(status: Status, admin: bool) -> View:
         "goodput": {"share": trained / (trained + lost) if trained + lost else None, "lost": lost},
         "jobs": [_job(job, status) for job in status.jobs],
         "failures": [_failure(failure) for failure in reversed(status.failures)],
-        "nodes": [_node(node, known) for node in sorted(status.nodes, key=lambda node: natural(node.node))],
+        "nodes": [_node(node, living) for node in sorted(status.nodes, key=lambda node: natural(node.node))],
     }
 
 
 def _alarms(status: Status) -> list[str]:
     """Return the lines that come first on the page."""
-    found = [f"needs an admin: {item.reason}" for item in status.attention]
+    lines = [f"needs an admin: {item.reason}" for item in status.attention]
     if status.controller.alone_since is not None:
-        found.append("unicrond hears no agent at all, and does nothing")
+        lines.append("unicrond hears no agent at all, and does nothing")
     if status.controller.most_silent_since is not None:
-        found.append("most agents fell silent together: unicrond takes no node and requeues nothing")
+        lines.append("most agents fell silent together: unicrond takes no node and requeues nothing")
     if status.controller.slurm.error:
-        found.append(f"Slurm does not answer: {status.controller.slurm.error}")
-    return found
+        lines.append(f"Slurm does not answer: {status.controller.slurm.error}")
+    return lines
 
 
 def _job(job: Job, status: Status) -> View:
@@ -90,20 +90,20 @@ def _failure(failure: Failure) -> View:
     }
 
 
-def _node(node: Node, known: set[str]) -> list[Any]:
+def _node(node: Node, living: set[str]) -> list[Any]:
     jobs = sorted({user.partition("_")[0] for user in node.used_by})
     suspect = bool(node.suspect or node.anomalies or (node.health and node.health.verdict == "bad"))
     states = "+".join(node.states).lower()
-    return [node.node, _look_of(node, jobs, known), states, jobs, int(suspect), _remark(node)]
+    return [node.node, _look_of(node, jobs, living), states, jobs, int(suspect), _remark(node)]
 
 
-def _look_of(node: Node, jobs: list[str], known: set[str]) -> str:
+def _look_of(node: Node, jobs: list[str], living: set[str]) -> str:
     """Return the look of the node on the map."""
     if not node.healthy:
         return "drained" if DRAINED.intersection(node.states) else "down"
     if node.asked_since is not None:
         return "silent"
-    if any(job in known for job in jobs):
+    if any(job in living for job in jobs):
         return "protected"
     return "used" if jobs else "idle"
 

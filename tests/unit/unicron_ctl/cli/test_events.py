@@ -144,28 +144,31 @@ def test_a_line_begins_with_the_date_and_the_offset(log: Store) -> None:
     assert at.tzinfo is not None and at.timestamp() == 1390.0
 
 
-def test_json_has_everything(log: Store) -> None:
-    assert ids("-n", "12") == list(range(389, 401))
+OF_JOB = [number for number in range(1, 401) if number not in (11, 21)]
 
 
-def test_after_an_id_come_the_next_ones(log: Store) -> None:
-    assert ids("--after", "100", "-n", "3") == [101, 102, 103]
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("-n 12", list(range(389, 401))),
+        ("--after 100 -n 3", [101, 102, 103]),
+        ("--kind node_lost,node-resumed", [11, 21]),
+        ("--kind node_lost --kind node_resumed", [11, 21]),
+        ("--kind node_lost --after 11", []),
+        ("--node n[2-3]", [11, 21]),
+        ("--node n3", []),
+        ("--node n2 --kind node_resumed", [21]),
+        ("--user ann -n 5000", OF_JOB),
+        ("--partition main -n 5000", list(range(1, 401))),  # its nodes', too
+    ],
+)
+def test_events_are_chosen_wherever_they_are(log: Store, words: str, found: list[int]) -> None:
+    assert ids(*words.split()) == found
+
+
+def test_lines_leave_out_steps_unless_they_are_chosen(log: Store) -> None:
     assert len(shown("--after", "391")) == 0 and len(shown("--after", "390")) == 1
-
-
-def test_a_kind_is_found_wherever_it_is(log: Store) -> None:
-    assert ids("--kind", "node_lost,node-resumed") == ids("--kind", "node_lost", "--kind", "node_resumed") == [11, 21]
-    assert ids("--kind", "node_lost", "--after", "11") == [] and len(shown("--kind", "step", "-n", "7")) == 7
-
-
-def test_events_that_name_a_node_are_found(log: Store) -> None:
-    assert ids("--node", "n[2-3]") == [11, 21] and ids("--node", "n3") == []
-    assert ids("--node", "n2", "--kind", "node_resumed") == [21]
-
-
-def test_events_of_a_user_or_a_partition(log: Store) -> None:
-    assert set(ids("--user", "ann", "-n", "5000")) == {*range(1, 401)} - {11, 21}
-    assert set(ids("--partition", "main", "-n", "5000")) == {*range(1, 401)}, "its nodes', too"
+    assert len(shown("--kind", "step", "-n", "7")) == 7
 
 
 def test_since_a_time_and_how_many_more_there_are(log: Store, snapshot: SnapshotAssertion) -> None:

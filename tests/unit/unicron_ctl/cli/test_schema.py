@@ -73,9 +73,10 @@ def test_every_command_of_the_list_has_a_schema() -> None:
         assert "$defs" in schema(*name.split()), name
 
 
-def test_a_schema_says_for_whom_a_field_is() -> None:
+def test_a_schema_says_what_a_field_is_and_for_whom() -> None:
     job = schema("jobs")["$defs"]["Job"]["properties"]
     assert "audience" in job["loss"] and "audience" not in job["iteration"]
+    assert job["members"]["description"] == "Slots that train." and job["replica"]["description"]  # of the base class
 
 
 @pytest.mark.parametrize("asker", [EVERYBODY, NOBODY], ids=["an admin", "nobody"])

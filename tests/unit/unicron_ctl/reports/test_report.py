@@ -108,6 +108,11 @@ def run(*words: str) -> tuple[int, str]:
     return done.exit_code, f"{done.output} {done.exception or ''}"
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "out.tar.gz"
+
+
 def contents(path: Path) -> dict[str, str]:
     with tarfile.open(path) as archive:
         return {
@@ -116,9 +121,8 @@ def contents(path: Path) -> dict[str, str]:
         }
 
 
-def test_no_word_of_a_user_is_in_the_bundle(asked: Asked, tmp_path: Path) -> None:
+def test_no_word_of_a_user_is_in_the_bundle(asked: Asked, path: Path) -> None:
     """Defect: of 142 forms of secrets 44 passed the search for them. What is not in the bundle needs no search."""
-    path = tmp_path / "out.tar.gz"
     status, said = run("7", "-o", str(path))
     assert status == 0, said
     found = contents(path)
@@ -133,8 +137,7 @@ def test_no_word_of_a_user_is_in_the_bundle(asked: Asked, tmp_path: Path) -> Non
     assert not [name for name in found if name.startswith("logs/")]
 
 
-def test_with_logs_the_bundle_has_all_but_the_secrets_whose_values_are_known(asked: Asked, tmp_path: Path) -> None:
-    path = tmp_path / "out.tar.gz"
+def test_with_logs_the_bundle_has_all_but_the_secrets_whose_values_are_known(asked: Asked, path: Path) -> None:
     assert run("7", "--with-logs", "-o", str(path))[0] == 0
     found = contents(path)
     assert "of-the-environment" not in str(found) and "***" in found["logs/rank-2.log"]
@@ -143,8 +146,7 @@ def test_with_logs_the_bundle_has_all_but_the_secrets_whose_values_are_known(ask
     assert WORDS not in found["configuration.json"]
 
 
-def test_the_bundle_has_what_support_needs_and_is_for_its_maker_alone(asked: Asked, tmp_path: Path) -> None:
-    path = tmp_path / "out.tar.gz"
+def test_the_bundle_has_what_support_needs_and_is_for_its_maker_alone(asked: Asked, path: Path) -> None:
     assert run("job", "7", "--with-logs", "-o", str(path))[0] == 0
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     found = contents(path)
@@ -158,7 +160,7 @@ def test_the_bundle_has_what_support_needs_and_is_for_its_maker_alone(asked: Ask
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_a_job_brings_no_file_of_its_reader_and_no_device_into_the_bundle(
-    asked: Asked, tmp_path: Path, snapshot: SnapshotAssertion
+    asked: Asked, path: Path, tmp_path: Path, snapshot: SnapshotAssertion
 ) -> None:
     owner, secret = pwd.getpwnam("nobody"), tmp_path / "munge.key"
     secret.write_text("of root's alone")
@@ -167,31 +169,28 @@ def test_a_job_brings_no_file_of_its_reader_and_no_device_into_the_bundle(
     os.mkfifo(asked.log_dir / "rank-5.log")
     os.chown(asked.log_dir / "rank-0.log", owner.pw_uid, owner.pw_gid)
     asked.user = owner.pw_name
-    status, _ = run("7", "--with-logs", "-o", str(tmp_path / "out.tar.gz"))
-    found = contents(tmp_path / "out.tar.gz")
+    status, _ = run("7", "--with-logs", "-o", str(path))
+    found = contents(path)
     assert status == 0 and [name for name in found if name.startswith("logs/")] == ["logs/rank-0.log"]
     assert "of root's alone" not in str(found)
     readme = found["README.txt"].replace(str(asked.log_dir), "LOGS")
     assert [line for line in readme.splitlines() if re.search(r"rank-[345]\.log", line)] == snapshot
 
 
-def test_a_bundle_overwrites_nothing(asked: Asked, tmp_path: Path) -> None:
-    path = tmp_path / "out.tar.gz"
+def test_a_bundle_overwrites_nothing(asked: Asked, path: Path, tmp_path: Path) -> None:
     path.symlink_to(tmp_path / "elsewhere")
     status, said = run("7", "--with-logs", "-o", str(path))
     assert status != 0 and "exists" in said and not (tmp_path / "elsewhere").exists()
 
 
-def test_of_a_job_that_is_not_the_askers_there_is_no_bundle(asked: Asked, tmp_path: Path) -> None:
+def test_of_a_job_that_is_not_the_askers_there_is_no_bundle(asked: Asked, path: Path) -> None:
     asked.refused = "bob may not read this: only the job's owner and admins"
-    path = tmp_path / "out.tar.gz"
     status, said = run("7", "--with-logs", "-o", str(path))
     assert status != 0 and "only the job's owner" in said and not path.exists()
 
 
-def test_without_a_controller_it_has_what_there_is(asked: Asked, tmp_path: Path, snapshot: SnapshotAssertion) -> None:
+def test_without_a_controller_it_has_what_there_is(asked: Asked, path: Path, snapshot: SnapshotAssertion) -> None:
     asked.away = True
-    path = tmp_path / "out.tar.gz"
     status, said = run("7", "--with-logs", "-o", str(path))
     assert status == 0 and "no controller answers" in said
     found = contents(path)

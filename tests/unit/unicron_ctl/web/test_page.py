@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import http.client
 import json
@@ -10,7 +11,7 @@ import pwd
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,13 @@ def site(served: Site) -> Site:
     return served
 
 
+@pytest.fixture
+def other_site(world: World, tmp_path: Path) -> Iterator[Callable[..., Site]]:
+    """Makes a site of another kind, which is closed after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **how: stack.enter_context(contextlib.closing(Site(world, tmp_path, **how)))
+
+
 # ---------------------------------------------------------------- who sees what
 @pytest.mark.parametrize("private", [(), ("jobs",), ("nodes",), ("jobs", "nodes")], ids=str)
 @pytest.mark.parametrize("viewer", [ANN, BOB, EVE, NOBODY, CAROL, WEB, Viewer(1000, ""), Viewer(0, "root")], ids=str)
@@ -113,31 +121,27 @@ def test_the_plan_is_the_one_that_the_viewer_may_know(site: Site, monkeypatch) -
     assert [job["job"] for job in answer["jobs"]] == ["4201"]
 
 
-def test_a_page_whose_user_is_no_admin_serves_that_user_alone(world: World, tmp_path: Path, monkeypatch) -> None:
-    site = Site(world, tmp_path, asker=Asker(1000, "ann"))
-    try:
-        for viewer in (ANN, BOB):
-            status, answer, _ = site.get("/view", site.token(viewer, monkeypatch))
-            assert status == 403 and "serves that user only" in answer["error"]
-        monkeypatch.setattr("unicron_ctl.web.page.os.geteuid", lambda: 1000)
-        status, answer, _ = site.get("/view", site.token(ANN, monkeypatch))
-        assert status == 200 and {job["job"] for job in answer["jobs"]} == {"4200", "4201", "4202"}
-        assert {failure["job"] for failure in answer["failures"]} == {"4200"}
-    finally:
-        site.close()
+def test_a_page_whose_user_is_no_admin_serves_that_user_alone(other_site: Callable[..., Site], monkeypatch) -> None:
+    site = other_site(asker=Asker(1000, "ann"))
+    for viewer in (ANN, BOB):
+        status, answer, _ = site.get("/view", site.token(viewer, monkeypatch))
+        assert status == 403 and "serves that user only" in answer["error"]
+    monkeypatch.setattr("unicron_ctl.web.page.os.geteuid", lambda: 1000)
+    status, answer, _ = site.get("/view", site.token(ANN, monkeypatch))
+    assert status == 200 and {job["job"] for job in answer["jobs"]} == {"4200", "4201", "4202"}
+    assert {failure["job"] for failure in answer["failures"]} == {"4200"}
 
 
-def test_without_sessions_only_a_controller_without_munge_is_shown(world: World, tmp_path: Path, monkeypatch) -> None:
-    site = Site(world, tmp_path, viewers=False)
-    try:
-        monkeypatch.setattr(world.core.config, "auth", "munge")
-        assert site.get("/view")[0] == 403
-        monkeypatch.setattr(world.core.config, "auth", "none")
-        site.begin_anew()
-        status, answer, _ = site.get("/view")
-        assert status == 200 and answer["admin"] and not answer["session"]
-    finally:
-        site.close()
+def test_without_sessions_only_a_controller_without_munge_is_shown(
+    other_site: Callable[..., Site], world: World, monkeypatch
+) -> None:
+    site = other_site(viewers=False)
+    monkeypatch.setattr(world.core.config, "auth", "munge")
+    assert site.get("/view")[0] == 403
+    monkeypatch.setattr(world.core.config, "auth", "none")
+    site.begin_anew()
+    status, answer, _ = site.get("/view")
+    assert status == 200 and answer["admin"] and not answer["session"]
 
 
 def test_nobody_is_told_anything_without_a_session(site: Site) -> None:
@@ -354,8 +358,7 @@ def test_an_answer_that_has_not_changed_is_not_sent_again(site: Site, monkeypatc
     ["/../unicronctl.py", "/%2e%2e/page.py", "//etc/passwd", "/page.py", "/page.css/..", "/web/page.js", "/\x7f", "*"],
 )
 def test_no_path_leads_out_of_the_page(site: Site, path: str) -> None:
-    with socket.create_connection(("127.0.0.1", site.server.port), 10) as client:
-        client.sendall(f"GET {path} HTTP/1.0\r\nHost: {site.host}\r\n\r\n".encode())
+    with slow(site, f"GET {path} HTTP/1.0\r\nHost: {site.host}\r\n\r\n".encode()) as client:
         assert client.makefile("rb").readline().split()[1] == b"404"
 
 
@@ -364,8 +367,7 @@ def test_a_page_of_another_name_gets_nothing(site: Site) -> None:
         status, answer, _ = site.get("/", Host=host)
         assert status == 421 and site.host in answer["error"], host
     assert site.get("/", Host=f"localhost:{site.server.port}")[0] == 200
-    with socket.create_connection(("127.0.0.1", site.server.port), 10) as client:
-        client.sendall(f"GET / HTTP/1.0\r\nHost: {site.host}\r\nHost: evil.example\r\n\r\n".encode())
+    with slow(site, f"GET / HTTP/1.0\r\nHost: {site.host}\r\nHost: evil.example\r\n\r\n".encode()) as client:
         assert client.makefile("rb").readline().split()[1] == b"421"
 
 
@@ -386,29 +388,32 @@ def slow(site: Site, data: bytes = b"GET / HT") -> socket.socket:
     return client
 
 
+@contextlib.contextmanager
+def slow_clients(site: Site, count: int, data: bytes = b"GET / HT") -> Iterator[list[socket.socket]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(slow(site, data)) for _ in range(count)]
+
+
+def gave_way(client: socket.socket) -> bool:
+    """Whether the server has closed the connection."""
+    client.settimeout(5)
+    return client.recv(1) == b""
+
+
 def test_a_hundred_slow_clients_keep_nobody_waiting(site: Site) -> None:
-    clients = [slow(site) for _ in range(100)]
-    try:
+    with slow_clients(site, 100):
         began = time.monotonic()
         assert site.get("/")[0] == 200 and time.monotonic() - began < 2.0
-    finally:
-        for client in clients:
-            client.close()
 
 
 def test_one_connection_too_many_closes_the_oldest_that_has_not_asked(site: Site, monkeypatch) -> None:
     monkeypatch.setattr(site.server, "most_open", 3)
-    clients = [slow(site) for _ in range(3)]
-    try:
+    with slow_clients(site, 3) as clients:
         deadline = time.monotonic() + 5.0
         while len(site.server._open) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert site.get("/")[0] == 200
-        clients[0].settimeout(5)
-        assert clients[0].recv(1) == b"", "it gave way"
-    finally:
-        for client in clients:
-            client.close()
+        assert gave_way(clients[0])
 
 
 def test_where_all_have_asked_the_oldest_gives_way(site: Site, monkeypatch) -> None:
@@ -419,16 +424,11 @@ def test_where_all_have_asked_the_oldest_gives_way(site: Site, monkeypatch) -> N
         site.server.page, "answer", lambda *_: (entered.release(), go_on.wait(20)) and page.json_body({})
     )
     request = f"GET /view HTTP/1.0\r\nHost: {site.host}\r\n\r\n".encode()
-    clients = [slow(site, request) for _ in range(3)]
-    try:
+    with slow_clients(site, 3, request) as clients:
         assert all(entered.acquire(timeout=20) for _ in clients)
         assert site.get("/")[0] == 200
-        clients[0].settimeout(5)
-        assert clients[0].recv(1) == b"", "it had waited longest"
-    finally:
+        assert gave_way(clients[0]), "it had waited longest"
         go_on.set()
-        for client in clients:
-            client.close()
 
 
 def test_one_viewer_with_many_questions_keeps_no_other_waiting(site: Site, monkeypatch) -> None:
@@ -455,8 +455,7 @@ def test_one_viewer_with_many_questions_keeps_no_other_waiting(site: Site, monke
 def test_a_client_that_drips_is_closed_in_the_end(site: Site, monkeypatch) -> None:
     monkeypatch.setattr(site.server, "whole_seconds", 0.2)
     with slow(site) as client:
-        client.settimeout(5)
-        assert client.recv(1) == b""
+        assert gave_way(client)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ _FIELDS = {"node": str, "nodes": list[str], "culprits": list[HangCulprit]}
 def nodes_of(record: Record) -> list[str]:
     """Return the names of the record's nodes."""
     fields = _NAMING.get(record.kind, ())
-    found = [record.node] if "node" in fields and record.node else []  # type: ignore[attr-defined]
-    found += [name for name in record.nodes if name not in found] if "nodes" in fields else []  # type: ignore[attr-defined]
-    found += [one.node for one in record.culprits] if "culprits" in fields else []  # type: ignore[attr-defined]
-    return found
+    names = [record.node] if "node" in fields and record.node else []  # type: ignore[attr-defined]
+    names += [name for name in record.nodes if name not in names] if "nodes" in fields else []  # type: ignore[attr-defined]
+    names += [one.node for one in record.culprits] if "culprits" in fields else []  # type: ignore[attr-defined]
+    return names
 
 
 _HINTS = {name: get_type_hints(kind) for name, kind in KINDS.items()}

@@ -49,12 +49,12 @@ _state_decoder = msgspec.msgpack.Decoder(_SavedState)
 
 @dataclass(frozen=True)
 class Copy:
-    """The content of a copy. events: their number. last: the last one's id. at: its time, seconds since the epoch."""
+    """The content of a copy."""
 
-    events: int
-    last: int
-    at: float
-    key: bool
+    events: int  # their number
+    last: int  # the last one's id
+    at: float  # its time, seconds since the epoch
+    key: bool  # the secret key is in it
 
 
 def backup(folder: Path, target: Path) -> Copy:
@@ -89,11 +89,11 @@ def backup(folder: Path, target: Path) -> Copy:
                 file.flush()
                 os.fsync(file.fileno())
             with draft.open("rb") as written:
-                found = _unpack(draft, written, Path(tempfile.mkdtemp(dir=place)))
+                content = _unpack(draft, written, Path(tempfile.mkdtemp(dir=place)))
             os.link(draft, target)  # unlike a rename it overwrites nothing
         finally:
             draft.unlink(missing_ok=True)
-    return found
+    return content
 
 
 def replace_damaged(folder: Path, why: str) -> Path:
@@ -152,13 +152,13 @@ def restore(file: Path, folder: Path) -> tuple[Copy, Path | None]:
             shutil.rmtree(left, ignore_errors=True)
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix=DRAFT, dir=folder))
         fresh = Path(place)
-        found = _unpack(file, source, fresh)
-        taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.at))
+        content = _unpack(file, source, fresh)
+        made_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(content.at))
         reason = (
-            f"the log was restored from a backup of {taken}; what came later is not in it. Nothing in Slurm is changed "
-            "until `unicronctl resume`"
+            f"the log was restored from a backup of {made_at}; what came later is not in it. Nothing in Slurm is "
+            "changed until `unicronctl resume`"
         )
-        _mark(fresh / LOG_FILE, found.last, found.last + SKIPPED_IDS, folder / LOG_FILE, term, found.at, reason)
+        _mark(fresh / LOG_FILE, content.last, content.last + SKIPPED_IDS, folder / LOG_FILE, term, content.at, reason)
         mark = folder / RESTORING
         write_whole(mark, str(file.absolute()))
         _sync(folder)
@@ -168,7 +168,7 @@ def restore(file: Path, folder: Path) -> tuple[Copy, Path | None]:
         _sync(folder)
         mark.unlink()
         _sync(folder)
-    return found, kept
+    return content, kept
 
 
 @contextlib.contextmanager
@@ -243,8 +243,8 @@ def _examine(file: Path, log: Path, key: bool) -> Copy:
         for event in store.replay():
             last, at, count = event.id, event.time, count + 1
         for number, state in store.states():
-            if (found := _state_decoder.decode(state).last_event) != number:
-                raise StoreError(f"the state in it at event {number} is of event {found}")
+            if (event_of_state := _state_decoder.decode(state).last_event) != number:
+                raise StoreError(f"the state in it at event {number} is of event {event_of_state}")
             last = max(last, number)
     except StoreError as error:
         raise UserError(f"{file}: {error}") from None

@@ -76,9 +76,9 @@ def nothing() -> None:
     """Reports no progress."""
 
 
-def with_progress(found: Iterable[T], progress: Progress) -> Iterator[T]:
+def with_progress(rows: Iterable[T], progress: Progress) -> Iterator[T]:
     """Passes everything on, and calls `progress` now and then."""
-    for count, one in enumerate(found):
+    for count, one in enumerate(rows):
         if not count % PROGRESS_EVERY:
             progress()
         yield one
@@ -93,11 +93,12 @@ class LogLocked(StoreError):
 
 
 class LogDamaged(StoreError):
-    """The file is not as SQLite wrote it. why: SQLite's message."""
+    """The file is not as SQLite wrote it."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path}: damaged ({why}): move it away and start again")
-        self.path, self.why = path, why
+        self.path = path
+        self.why = why  # SQLite's message
 
 
 class NoRoom(StoreError):
@@ -109,40 +110,38 @@ class LogTakenOver(StoreError):
 
 
 class Holder(NamedTuple):
-    """The controller that has the log. number: of its term; a later controller has a higher one. name: its host and
-    process. lease: the seconds after a renewal for which it may act; 0 if its term only ends with its process. beat:
-    counts its renewals."""
+    """The controller that has the log."""
 
-    number: int = 0
-    name: str = ""
-    lease: float = 0.0
-    beat: int = 0
+    number: int = 0  # of its term; a later controller has a higher one
+    name: str = ""  # its host and process
+    lease: float = 0.0  # seconds after a renewal for which it may act; 0 if its term only ends with its process
+    beat: int = 0  # counts its renewals
 
 
 class Tail(NamedTuple):
-    """A piece of the log. cut: if one answer could not take all, id and time of the event up to which the log was
-    read."""
+    """A piece of the log."""
 
     events: list[Event]
     cut: tuple[int, float] | None
+    """If one answer could not take all: id and time of the event up to which the log was read."""
 
 
 @dataclass(frozen=True)
 class EventFilter:
-    """Selects events.
-
-    jobs: of these jobs ("" for events of no job). kinds: of these kinds, if there are any. without: of none of these
-    kinds. nodes: events that name one of these nodes; nodes_of_no_job: the same for events of no job. since: seconds
-    since the epoch. before: events with a smaller id; 0 for all.
-    """
+    """Selects events."""
 
     jobs: Collection[str] | None = None
+    """Of these jobs ("" for events of no job); None for all."""
     kinds: Collection[str] = ()
+    """Of these kinds; empty for all."""
     without: Collection[str] = ()
+    """Of none of these kinds."""
     nodes: Collection[str] | None = None
+    """Events that name one of these nodes; None for all."""
     nodes_of_no_job: Collection[str] | None = None
-    since: float = 0.0
-    before: int = 0
+    """The same for events of no job; None for the same nodes."""
+    since: float = 0.0  # seconds since the epoch
+    before: int = 0  # events with a smaller id; 0 for all
 
     def has_kind(self, kind: str) -> bool:
         """Whether the filter selects events of this kind."""
@@ -159,8 +158,13 @@ ALL = EventFilter()
 class Store:
     """The log, with one writer, the controller; others may read the same file. Raises StoreError.
 
-    shared: several hosts may have mounted the file. Its journal then needs no shared memory (so not WAL), and each
-    transaction is on the disk when it ends.
+    Parameters
+    ----------
+    path
+        The file, which is made if it is not there.
+    shared
+        Several hosts may have mounted the file. Its journal then needs no shared memory (so not WAL), and each
+        transaction is on the disk when it ends.
     """
 
     def __init__(self, path: str | Path, shared: bool = False) -> None:
@@ -188,9 +192,9 @@ class Store:
 
     def _set_journal(self, mode: str) -> None:
         """Set the journal mode. Raises StoreError if another program has the file open in another mode."""
-        found = self._db.execute(f"PRAGMA journal_mode={mode}").fetchone()[0]
-        if found != mode:
-            raise StoreError(f"{self.path}: its journal stays {found!r}: does another program have it open?")
+        answer = self._db.execute(f"PRAGMA journal_mode={mode}").fetchone()[0]
+        if answer != mode:
+            raise StoreError(f"{self.path}: its journal stays {answer!r}: does another program have it open?")
 
     def holder(self) -> Holder:
         """Return the log's holder; Holder() if it had none yet."""
@@ -264,10 +268,10 @@ class Store:
         except sqlite3.Error as error:
             raise _store_error(self.path, error) from None
 
-    def _in_pieces(self, found: Iterator[tuple[int, int] | None]) -> Generator[int, None, None]:
-        """Delete records in pieces. found: (id, bytes), or None for a record that stays."""
+    def _in_pieces(self, rows: Iterator[tuple[int, int] | None]) -> Generator[int, None, None]:
+        """Delete records in pieces. rows: (id, bytes), or None for a record that stays."""
         doomed, size, looked = list[tuple[int]](), 0, 0
-        for one in found:
+        for one in rows:
             looked += 1
             if one is not None:
                 doomed.append((one[0],))
@@ -333,10 +337,10 @@ class Store:
     def states(self) -> list[tuple[int, bytes]]:
         """Return (event, state) of the saved states, the newest first."""
         try:
-            found = self._db.execute("SELECT event, state FROM state ORDER BY event DESC").fetchall()
+            rows = self._db.execute("SELECT event, state FROM state ORDER BY event DESC").fetchall()
         except sqlite3.Error as error:
             raise _store_error(self.path, error) from None
-        return [(int(event), bytes(state)) for event, state in found]
+        return [(int(event), bytes(state)) for event, state in rows]
 
     def open_to_others(self) -> str:
         """Return why others may have written the log, and what to do; empty if nobody else can."""
@@ -359,8 +363,8 @@ class Store:
         """
         chosen, size, looked = list[Event](), 0, 0
         read, cut = (after, 0.0), False
-        with contextlib.closing(self._rows(after, wanted)) as found:
-            for number, time, job, kind, length, payload in found:
+        with contextlib.closing(self._rows(after, wanted)) as rows:
+            for number, time, job, kind, length, payload in rows:
                 names = wanted.names(job)
                 counts = wanted.has_kind(kind) and time >= wanted.since
                 looked += READ_COUNTS if counts and names is not None else 1

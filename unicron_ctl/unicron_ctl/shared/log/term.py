@@ -62,13 +62,12 @@ class Watch:
 
 @dataclass
 class Claim:
-    """A term that was begun. lock: the descriptor of its lock. stolen: the previous controller's lease is over, but it
-    may be alive. lease: seconds; 0 if the term ends with the process."""
+    """A term that was begun."""
 
     store: Store
-    lock: int
-    stolen: bool
-    lease: float
+    lock: int  # the descriptor of its lock
+    stolen: bool  # the previous controller's lease is over, but it may be alive
+    lease: float  # seconds; 0 if the term ends with the process
     _renewed: float = 0.0
 
     def renew(self) -> None:
@@ -153,14 +152,14 @@ def _begin_term(folder: Path, store: Store, last: Holder, leased: bool, stolen: 
 
 def held_terms(folder: Path) -> set[int]:
     """Return the terms whose locks are held, so whose controllers live. Raises UserError."""
-    found = set()
+    held = set()
     for number, path in _locks(folder):
         lock = _lock(path, fcntl.LOCK_SH, make=0)
         if lock is None:
-            found.add(number)
+            held.add(number)
         elif lock >= 0:
             os.close(lock)
-    return found
+    return held
 
 
 def terms(folder: Path) -> list[int]:
@@ -174,8 +173,8 @@ def lock_of(folder: Path, term: int) -> int | None:
 
 
 def _locks(folder: Path) -> list[tuple[int, Path]]:
-    found = [(path.suffix[1:], path) for path in folder.glob("lock.*")]
-    return [(int(number), path) for number, path in found if number.isdecimal()]
+    numbered = [(path.suffix[1:], path) for path in folder.glob("lock.*")]
+    return [(int(number), path) for number, path in numbered if number.isdecimal()]
 
 
 def _lock(path: Path, kind: int = fcntl.LOCK_EX, make: int = os.O_CREAT) -> int | None:
@@ -210,7 +209,15 @@ def _sweep(folder: Path, number: int) -> None:
 
 
 class Tenure:
-    """A controller's right to decide and act. lease: seconds; 0 for the life of the process."""
+    """A controller's right to decide and act.
+
+    Parameters
+    ----------
+    lease
+        Seconds; 0 for the life of the process.
+    now
+        The clock.
+    """
 
     def __init__(self, lease: float = 0.0, now: Callable[[], float] = clock) -> None:
         self.lease, self._now = lease, now
@@ -243,7 +250,17 @@ class Tenure:
 
 
 class Renewal:
-    """Renews the lease of a term in a thread with its own connection to the log. each: called after each renewal."""
+    """Renews the lease of a term in a thread with its own connection to the log.
+
+    Parameters
+    ----------
+    store
+        The log with the term.
+    tenure
+        Is told of each renewal.
+    each
+        Called after each renewal.
+    """
 
     def __init__(self, store: Store, tenure: Tenure, each: Callable[[], object]) -> None:
         self._path, self._term, self._tenure, self._each = store.path, store.term, tenure, each

@@ -24,12 +24,12 @@ _STEP = str(Step.__struct_config__.tag)
 
 
 class Retention(NamedTuple):
-    """The seconds for which records of a kind stay. last_of_node: the last one of each node stays for good. summed:
-    records also stay until the weekly sum of observed actions includes them."""
+    """The seconds for which records of a kind stay."""
 
     seconds: float
-    last_of_node: bool = False
+    last_of_node: bool = False  # the last one of each node stays for good
     summed: bool = False
+    """Records also stay until the weekly sum of observed actions includes them."""
 
 
 SHORT = Retention(DAY)

@@ -24,10 +24,10 @@ MOST_NODES = 100  # in a report: those with the most failures
 
 
 class _Sums:
-    """Counts events. spared: seconds that a failure would cost without healing."""
+    """Counts events."""
 
     def __init__(self, spared: float) -> None:
-        self.spared = spared
+        self.spared = spared  # seconds that a failure would cost without healing
         self.failures: dict[int, tuple[str, int, str, str]] = {}  # cause, severity, node, job
         self.jobs: dict[str, JobSum] = {}
         self.nodes: dict[str, Counter[str]] = defaultdict(Counter)
@@ -81,11 +81,11 @@ def week(events: Iterable[Event], since: float, until: float, spared: float) -> 
         CauseSum(
             cause=cause,
             severity=severity,
-            failures=len(found),
-            jobs=len({job for _, job in found}),
-            nodes=len({node for node, _ in found if node}),
+            failures=len(places),
+            jobs=len({job for _, job in places}),
+            nodes=len({node for node, _ in places if node}),
         )
-        for (cause, severity), found in sorted(grouped.items(), key=lambda item: (-len(item[1]), item[0]))
+        for (cause, severity), places in sorted(grouped.items(), key=lambda item: (-len(item[1]), item[0]))
     ]
     nodes = [
         NodeSum(node=name, failures=count["failures"], lost=count["lost"], out_of_service=count["out"])

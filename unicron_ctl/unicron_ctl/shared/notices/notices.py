@@ -6,14 +6,14 @@ jobs, their programs or their output, which `unicronctl explain JOB` shows to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 from unicron_ctl.shared.log import records
-from unicron_ctl.shared.log.records import Event, Record
+from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.system.errors import shorten
+from unicron_detector.words import plural
 
 ADMIN, HEALED, LEFT = "admin", "healed", "left"  # kinds of notices
 QUIET = {ADMIN: 3600.0, HEALED: 0.0, LEFT: 600.0}  # seconds before the same notice may come again
@@ -24,15 +24,15 @@ TITLES = {ADMIN: "needs an admin", HEALED: "job healed", LEFT: "node left"}
 
 @dataclass(frozen=True)
 class Notice:
-    """A notice. id: of its event. time: seconds since the epoch. key: equal for notices of the same thing."""
+    """A notice."""
 
-    id: int
-    time: float
+    id: int  # of its event
+    time: float  # seconds since the epoch
     kind: str
     job: str
     node: str
     text: str
-    key: str
+    key: str  # equal for notices of the same thing
 
     def as_dict(self) -> dict[str, object]:
         """Return the notice as a hook or a webhook gets it."""
@@ -61,62 +61,47 @@ _NEEDS = {
 """Texts by the first word of a record's key. Its reason stays in the log, because it may quote a job's output."""
 
 
-def _needs_admin(event: Event, record: records.NeedsAdmin) -> Notice | None:
-    if record.over:
-        return None
-    text = _NEEDS.get(record.key.partition(" ")[0], "something needs an admin").format(node=record.node)
-    return _notice(event, ADMIN, f"{text}; `unicronctl status` has all", record.key)
-
-
-def _set_aside(event: Event, record: records.JobSetAside) -> Notice | None:
-    if not record.where:  # a mistake of the job's user
-        return None
-    text = f"the controller cannot handle job {event.job}, which trains on without protection: see unicrond's log"
-    return _notice(event, ADMIN, text, f"aside {event.job}")
-
-
-def _most_silent(event: Event, record: records.MostSilent) -> Notice | None:
-    text = f"{record.silent} of {record.nodes} nodes fell silent together: nothing is done until it is known why"
-    return _notice(event, ADMIN, text, "most silent")
-
-
-def _job_healed(event: Event, record: records.JobHealed) -> Notice | None:
-    count = len(record.failures)
-    what = f"{record.cause}" + (f" on {record.node}" if record.node else "") + (f" and {count - 1} more" * (count > 1))
-    cost = f"{record.lost_seconds:.0f} s of {record.nodes} node{'s' * (record.nodes != 1)} are lost"
-    return _notice(event, HEALED, f"job {event.job} trains again {record.seconds:.0f} s after {what}; {cost}", "")
-
-
-def _node_lost(event: Event, record: records.NodeLost) -> Notice | None:
-    return _notice(event, LEFT, f"node {record.node} is lost, and job {event.job} goes on without it", record.node)
-
-
-def _node_isolated(event: Event, record: records.NodeIsolated) -> Notice | None:
-    text = f"node {record.node} is out of service: `scontrol show node {record.node}` says why"
-    return _notice(event, LEFT, text, record.node)
-
-
-def _node_avoided(event: Event, record: records.NodeAvoided) -> Notice | None:
-    why = "; it may be at fault: `unicronctl nodes` says how to test it" if record.suspect else ""
-    return _notice(event, LEFT, f"job {event.job} leaves node {record.node}{why}", record.node)
-
-
-def _notice(event: Event, kind: str, text: str, key: str) -> Notice:
-    node = str(getattr(event.record, "node", ""))
-    return Notice(event.id, event.time, kind, event.job, node, shorten(text, TEXT), f"{kind} {key}")
-
-
-_OF: dict[type[Record], Callable[[Event, Any], Notice | None]] = {
-    records.NeedsAdmin: _needs_admin,
-    records.JobSetAside: _set_aside,
-    records.MostSilent: _most_silent,
-    records.JobHealed: _job_healed,
-    records.NodeLost: _node_lost,
-    records.NodeIsolated: _node_isolated,
-    records.NodeAvoided: _node_avoided,
-}
-KINDS = tuple(_OF)
+KINDS = (
+    records.NeedsAdmin,
+    records.JobSetAside,
+    records.MostSilent,
+    records.JobHealed,
+    records.NodeLost,
+    records.NodeIsolated,
+    records.NodeAvoided,
+)
 """All kinds of records that have notices."""
+
+
+def _notice(event: Event) -> Notice | None:
+    """Return the notice of an event, whether it repeats another or not."""
+    job = event.job
+    match event.record:
+        case records.NeedsAdmin(key=key, node=node, over=False):
+            what = _NEEDS.get(key.partition(" ")[0], "something needs an admin").format(node=node)
+            kind, text = ADMIN, f"{what}; `unicronctl status` has all"
+        case records.JobSetAside(where=where) if where:  # without it, a mistake of the job's user
+            kind, key = ADMIN, f"aside {job}"
+            text = f"the controller cannot handle job {job}, which trains on without protection: see unicrond's log"
+        case records.MostSilent(silent=silent, nodes=nodes):
+            kind, key = ADMIN, "most silent"
+            text = f"{silent} of {nodes} nodes fell silent together: nothing is done until it is known why"
+        case records.JobHealed() as healed:
+            kind, key, more = HEALED, "", len(healed.failures) - 1
+            what = healed.cause + f" on {healed.node}" * bool(healed.node) + f" and {more} more" * (more > 0)
+            cost = f"{healed.lost_seconds:.0f} s of {plural(healed.nodes, 'node')} are lost"
+            text = f"job {job} trains again {healed.seconds:.0f} s after {what}; {cost}"
+        case records.NodeLost(node=key):
+            kind, text = LEFT, f"node {key} is lost, and job {job} goes on without it"
+        case records.NodeIsolated(node=key):
+            kind, text = LEFT, f"node {key} is out of service: `scontrol show node {key}` says why"
+        case records.NodeAvoided(node=key, suspect=suspect):
+            why = "; it may be at fault: `unicronctl nodes` says how to test it" if suspect else ""
+            kind, text = LEFT, f"job {job} leaves node {key}{why}"
+        case _:
+            return None
+    node = str(getattr(event.record, "node", ""))
+    return Notice(event.id, event.time, kind, job, node, shorten(text, TEXT), f"{kind} {key}")
 
 
 class Notices:
@@ -127,8 +112,7 @@ class Notices:
 
     def of(self, event: Event) -> Notice | None:
         """Return the event's notice, if it has one."""
-        make = _OF.get(type(event.record))
-        notice = make(event, event.record) if make is not None else None
+        notice = _notice(event)
         if notice is None:
             return None
         last, quiet = self._last.get(notice.key), QUIET[notice.kind]

@@ -47,13 +47,13 @@ class NotTold(Exception):
 def targets(config: NotifyConfig, secrets: Secrets, hooks: Hooks) -> dict[str, Deliver]:
     """Return by target: a function that sends to it within :data:`WHOLE` times the section's time limit, or raises
     NotTold."""
-    found: dict[str, Deliver] = {}
+    deliveries: dict[str, Deliver] = {}
     if config.hook:
-        found["hook"] = partial(hooks.run, config.hook, config.timeout)
+        deliveries["hook"] = partial(hooks.run, config.hook, config.timeout)
     for name, wanted in (("mail", config.mail), ("slack", secrets.slack), ("webhook", secrets.webhook)):
         if wanted:
-            found[name] = partial(hooks.send, name, config, secrets)
-    return {name: partial(_without_secrets, deliver, secrets.words) for name, deliver in found.items()}
+            deliveries[name] = partial(hooks.send, name, config, secrets)
+    return {name: partial(_without_secrets, deliver, secrets.words) for name, deliver in deliveries.items()}
 
 
 def _without_secrets(deliver: Deliver, words: list[str], message: Message) -> None:

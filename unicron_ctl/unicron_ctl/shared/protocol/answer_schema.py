@@ -19,23 +19,27 @@ ADMIN = Meta(extra_json_schema={"audience": "readers and admins"})
 
 
 class Ending(msgspec.Struct, kw_only=True):
-    """The end of a job. disowned: Slurm knows no such job, or another user's."""
+    """The end of a job."""
 
     code: int
+    """The exit code of its command; not 0 if Unicron gave the job up."""
     reason: Annotated[str, OWNER] = ""
     time: float
     disowned: bool
+    """Slurm knows no such job, or another user's under this id."""
 
 
 class Failure(msgspec.Struct, kw_only=True):
-    """One failure with its story; times of steps that have not happened are null."""
+    """One failure with its story. The time of a step that has not happened is null."""
 
     id: int
     kind: str
     job: str
     slot: int | None
+    """The first of its slots; null if it has none."""
     slots: list[int]
     element: int
+    """-1 if it belongs to no single element."""
     node: str
     severity: int
     cause: str
@@ -49,19 +53,23 @@ class Failure(msgspec.Struct, kw_only=True):
     stepped_at: float | None
     restored_at: float | None
     whole_at: float | None
+    """When as many elements as wanted trained again."""
     iteration: int | None
+    """The iteration with which the job went on."""
     reused_micro_batches: int
     recomputed_micro_batches: int
     redistributed_micro_batches: int
+    """Micro-batches of lost ranks that survivors computed."""
     actions: list[str]
 
 
 class Slow(msgspec.Struct, kw_only=True):
-    """The present reason why a job is slow. slot: null if no rank differs from the others."""
+    """The present reason why a job is slow."""
 
     since: float
     iteration: int
     slot: int | None
+    """Null if no rank differs from the others."""
     node: str
     phase: str
     slowdown: float | None
@@ -81,25 +89,28 @@ class Anomaly(msgspec.Struct, kw_only=True):
 
 
 class Waiting(msgspec.Struct, kw_only=True):
-    """Pending elements with the same reason in Slurm. starts: they can start once there are nodes; otherwise `words`
-    names what has to happen first."""
+    """Pending elements with the same reason in Slurm."""
 
     elements: list[int]
     reason: str
+    """Slurm's word for it."""
     words: str
+    """The reason for people; if they cannot start, it names what has to happen first."""
     starts: bool
+    """They can start once there are nodes."""
 
 
 class Spare(msgspec.Struct, kw_only=True):
-    """An element that waits to take a lost one's place. state: ready or starting."""
+    """An element that waits to take a lost one's place."""
 
     element: int
     node: str
     state: str
+    """`ready` or `starting`."""
 
 
 class Rank(msgspec.Struct, kw_only=True):
-    """One rank as its agent knows it. start: how its process was started. forgets: why its state is not in memory."""
+    """One rank as its agent knows it."""
 
     slot: int
     state: str
@@ -109,31 +120,27 @@ class Rank(msgspec.Struct, kw_only=True):
     phase: str
     pid: int
     start: str
+    """The way its process was started: `warm`, or `cold: ` and why. Empty while there is no process."""
     forgets: str
+    """Why its state is not kept in memory, or empty."""
 
 
 class Element(msgspec.Struct, kw_only=True):
-    """One agent with its ranks. gone: why, or "". copies_failed: snapshots whose transfer failed."""
+    """One agent with its ranks."""
 
     element: int
     node: str
     agent: str
     gone: str
+    """Why the agent is gone; empty while it is there."""
     last_heard: float | None
     copies_failed: int
+    """Snapshots whose transfer failed."""
     ranks: list[Rank]
 
 
 class JobBase(msgspec.Struct, kw_only=True):
-    """The common part of the list of jobs and of the explanation of one.
-
-    layout: how the ranks of a replica share the model. replica: their number. replicas: those that train. standbys:
-    slots of living ranks that complete no replica and keep their state. spares_wanted: the requested spares.
-    spares_ready: those that could take part now. lost_seconds: from the last step before a Break (before any step: from
-    the first failure) to the next step, and in repeated iterations. trained_seconds: all other time to the last step.
-    goodput: its share. blocks: elements of several nodes, with these. checkpoints: the folder into which the job saves,
-    if a rank has reported it.
-    """
+    """The common part of the list of jobs and of the explanation of one."""
 
     job: str
     name: str
@@ -141,55 +148,84 @@ class JobBase(msgspec.Struct, kw_only=True):
     state: str
     generation: int
     planned_nodes: int | None
+    """Its nodes in the last plan; null if that has no place for it."""
     layout: str
+    """The way in which the ranks of a replica share the model."""
     layouts: list[str]
+    """All layouts in which it can run, the preferred one first; empty if it has stated none."""
     planned_layout: str
+    """The layout that the plan wants, or empty."""
     replica: int
+    """Ranks of a replica."""
     replicas: int
+    """Replicas that train."""
     standbys: Annotated[list[int], OWNER] = []
+    """Slots of living ranks that complete no replica and keep their state."""
     spares: Annotated[list[Spare], OWNER] = []
     spares_wanted: Annotated[int | None, OWNER] = None
+    """The number of hot spares that its owner requests."""
     spares_ready: Annotated[int | None, OWNER] = None
+    """Those that could take part now."""
     ended: Ending | None
     set_aside: Annotated[str, OWNER] = ""
+    """Why the controller leaves the job alone, or empty."""
     waits: Annotated[str, OWNER] = ""
+    """Why the job cannot go on at present, or empty."""
     nan_since: Annotated[int | None, OWNER] = None
+    """The first of the latest iterations without a finite loss; null while the loss is finite."""
     goodput: float | None = None
+    """`trained_seconds` / (`trained_seconds` + `lost_seconds`); null before the first step."""
     trained_seconds: float = 0.0
+    """The time to the last step that is not in `lost_seconds`."""
     lost_seconds: float = 0.0
+    """From the last step before a Break to the next step, and in repeated iterations. Before any step: from the first
+    failure."""
     blocks: Annotated[list[str], OWNER] = []
+    """Elements of several nodes, each with its nodes."""
     checkpoints: Annotated[str, OWNER] = ""
+    """The folder into which the job saves; empty if no rank has reported it."""
 
 
 class Job(JobBase, kw_only=True):
-    """One job of `unicronctl jobs`. partitions: as Slurm shows them; for an ended job those of its nodes, for its owner
-    and admins. nodes: those that train. silent: elements that the controller does not hear but does not count as lost.
-    left_out: elements that others do not reach."""
+    """One job of `unicronctl jobs`."""
 
     user: str
     partitions: list[str] = []
+    """As Slurm shows them. For an ended job those of its nodes, which only its owner and admins see."""
     since: float
     nodes: int
+    """Nodes that train."""
     min_nodes: int
     max_nodes: int
     members: list[int]
+    """Slots that train."""
     iteration: int
     train_iterations: int
+    """Iterations that the whole training takes."""
     iteration_seconds: float | None
+    """Median of the latest iterations; null before the first."""
     loss: Annotated[float | None, OWNER] = None
     degraded: Annotated[Slow | None, OWNER] = None
     anomalies: Annotated[list[Anomaly], OWNER] = []
     weight: float
+    """The factor for its FLOP/s in the plan, within the limits of its partitions."""
     flops: float
+    """Measured with its present number of nodes."""
     waf: float
+    """`flops` times `weight`; 0 with fewer nodes than `min_nodes`."""
     ledger_violations: Annotated[int | None, OWNER] = None
+    """Iterations in which the reports do not show each micro-batch exactly once."""
     silent: Annotated[list[str], OWNER] = []
+    """Elements that the controller does not hear but does not count as lost."""
     left_out: Annotated[list[str], OWNER] = []
+    """Elements that others do not reach."""
     failures: int
     last_failure: Annotated[Failure | None, OWNER] = None
     reason: Annotated[str, OWNER] = ""
+    """That of the last decision about the job."""
     elements: Annotated[list[Element], OWNER] = []
     barred: Annotated[list[Waiting], OWNER] = []
+    """Pending elements that do not start once there are nodes."""
 
 
 class Decision(msgspec.Struct, kw_only=True):
@@ -202,58 +238,74 @@ class Decision(msgspec.Struct, kw_only=True):
 
 
 class Ahead(msgspec.Struct, kw_only=True):
-    """The plan after an event, such as "lose job NAME"."""
+    """The plan after an event."""
 
     event: list[str]
+    """Its words, such as "lose job NAME"."""
     assignment: dict[str, int]
+    """Nodes by job."""
 
 
 class Assignment(msgspec.Struct, kw_only=True):
-    """A plan: nodes and reasons by job. waf: FLOP/s, weighted. `unicronctl plan` prints one."""
+    """A plan, as `unicronctl plan` prints it."""
 
     assignment: dict[str, int]
+    """Nodes by job."""
     objective: float
+    """The sum that the planner maximises, in FLOP."""
     waf: float
+    """FLOP/s, weighted."""
     reasons: dict[str, str]
+    """Why each job gets its nodes."""
     spares: int
+    """Nodes that no job gets."""
     layouts: dict[str, str] | UnsetType = UNSET
+    """Layout of each job that can run in several."""
     shares: dict[str, int] | UnsetType = UNSET
+    """Nodes by owner, if there are several owners."""
     explanation: Alternative | UnsetType = UNSET
     ahead: list[Ahead] | UnsetType = UNSET
 
 
 class Alternative(msgspec.Struct, kw_only=True):
-    """The reason for a job's share of the plan, and the second-best plan. margin: how much worse that one is, in FLOP
-    over `seconds`, the expected time to the next failure."""
+    """The reason for a job's share of the plan, and the second-best plan."""
 
     job: str
     nodes: int
     reason: str
     margin: float | None
+    """By how much the second plan is worse, in FLOP over `seconds`; null if there is none."""
     seconds: float | None
+    """The expected time to the next failure."""
     text: str
     second: Assignment | None
+    """Null if there is no other plan."""
 
 
 class Explanation(JobBase, kw_only=True):
-    """The answer of `unicronctl explain`, for owner and admins only.
-
-    log_dir: the folder with a file for each rank's output, or empty. cold, forgets: reason -> slots. bounds: the limits
-    of the job's share of the plan. waiting: pending elements. alternative: the planner's present choice, which
-    `unicronctl` adds; null if there is no choice.
-    """
+    """The answer of `unicronctl explain`, for owner, readers and admins only."""
 
     mode_reason: str
+    """Why the job runs in its mode."""
     log_dir: str
+    """The folder with a file for each rank's output, or empty."""
     cold: dict[str, list[int]]
+    """Reason why ranks did not start warm -> their slots."""
     forgets: dict[str, list[int]]
+    """Reason why the states of ranks are not kept in memory -> their slots."""
     plan_reason: str
+    """Why the plan gives the job its nodes."""
     plan_trigger: str
+    """The event for which the last plan was made."""
     bounds: str
+    """The limits of the job's share of the plan."""
     waiting: list[Waiting]
+    """Pending elements."""
     decisions: list[Decision]
+    """The last ones, oldest first."""
     failures: list[Failure]
     alternative: Alternative | UnsetType | None = UNSET
+    """The planner's present choice, which `unicronctl` adds; null if there is no choice."""
 
 
 class HealthReport(msgspec.Struct, kw_only=True):
@@ -262,6 +314,7 @@ class HealthReport(msgspec.Struct, kw_only=True):
     verdict: str
     reason: str
     source: str
+    """The program that has checked."""
     at: float
 
 
@@ -280,64 +333,78 @@ class NodeEvent(msgspec.Struct, kw_only=True):
 
 
 class NodeChecks(msgspec.Struct, kw_only=True):
-    """The results of a node's checks. unverified: back in service without passed checks. suspect: why it should be
-    tested. admission: why it is not back in service yet."""
+    """The results of a node's checks."""
 
     health: Annotated[HealthReport | None, ADMIN] = None
     pair_test: Annotated[HealthReport | None, ADMIN] = None
     unverified: Annotated[bool | None, ADMIN] = None
+    """It is back in service without passed checks."""
     suspect: Annotated[str, ADMIN] = ""
+    """Why the node should be tested, or empty."""
     admission: Annotated[str, ADMIN] = ""
+    """Why the node is not back in service yet, or empty."""
 
 
 class Node(NodeChecks, kw_only=True):
-    """One node of `unicronctl nodes`. asked_since: when the controller began to ask other agents whether they reach it.
-    spare_of: hot spares on it -> ready or starting."""
+    """One node of `unicronctl nodes`."""
 
     node: str
     partitions: list[str] = []
     states: list[str]
+    """As Slurm shows them."""
     healthy: bool
     reason: str
+    """The reason that Slurm shows."""
     used_by: list[str]
+    """Elements on it, as Slurm labels them."""
     downed_by_unicron: bool
     lost_at: float | None
     last_heard: float | None
     asked_since: float | None
+    """When the controller began to ask other agents whether they reach it; null if it does not."""
     anomalies: Annotated[list[Anomaly], ADMIN] = []
     spare_of: dict[str, str]
+    """Hot spares on it -> `ready` or `starting`."""
     metrics: Annotated[dict[str, float], ADMIN] = {}
+    """The last measurements, by name."""
     last_event: Annotated[NodeEvent | None, ADMIN] = None
 
 
 class SlurmStatus(msgspec.Struct, kw_only=True):
-    """Whether Slurm answers. last_answer: the time of the question for the last answer."""
+    """Whether Slurm answers."""
 
     used: bool
+    """False with `slurm = "none"`."""
     last_answer: float | None
+    """The time of the question for the last answer; null before there is one."""
     error: str
+    """Why the last question got no answer, or empty."""
 
 
 class Controller(msgspec.Struct, kw_only=True):
-    """The controller itself. modes: by partition, at present. paused: by partition ("" for all), the end of an admin's
-    pause, or 0 for no end. events: the id of the last one. alone_since: since when it hears no agent.
-    most_silent_since: since when most agents are silent."""
+    """The controller itself."""
 
     pid: int
     since: float
     time: float
     alone_since: float | None
+    """Since when it hears no agent, or null."""
     most_silent_since: float | None
+    """Since when most agents are silent, or null."""
     modes: dict[str, str]
+    """Partition -> its mode at present."""
     paused: dict[str, float]
+    """Partition ("" for all) -> the end of an admin's pause; 0 for no end."""
     events: int
+    """The id of the last event."""
     slurm: SlurmStatus
 
 
 class Attention(msgspec.Struct, kw_only=True):
-    """Something that needs an admin: a node, or "" and a limit that was reached."""
+    """Something that needs an admin."""
 
     node: str
+    """Empty for a limit that was reached."""
     since: float
     job: str
     reason: str
@@ -354,32 +421,37 @@ class PlanReport(msgspec.Struct, kw_only=True):
 
 
 class Sharing(msgspec.Struct, kw_only=True):
-    """The rules by which others see less than admins, for `unicronctl web`, which asks once for all its viewers.
-
-    auth: how users prove who they are. uid: the controller's own user, an admin like root. admins: further ones, by
-    name. readers: users who see as much. private: Slurm's PrivateData, the kinds of things that users see only of their
-    own. owners: job -> uid, null if only a name is known. names: job -> its name in Slurm, if Slurm shows it.
-    """
+    """The rules by which others see less than admins. `unicronctl web` asks for them once for all its viewers."""
 
     auth: str
+    """The way in which users prove who they are: `munge` or `none`."""
     uid: int
+    """The controller's own user, an admin like root."""
     admins: list[str]
+    """Further admins, by name."""
     private: list[str]
+    """Slurm's PrivateData: the kinds of things of which users see only their own."""
     owners: dict[str, int | None]
+    """Job -> uid; null if only a name is known."""
     names: dict[str, str]
+    """Job -> its name in Slurm, if Slurm shows it."""
     readers: list[str] = []
+    """Users who see as much as admins, by name."""
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """The answer of `unicronctl status`. failures: of the asker's jobs. observed: what acting would have saved."""
+    """The answer of `unicronctl status`."""
 
     controller: Controller
     jobs: list[Job]
     nodes: list[Node]
     failures: list[Failure]
+    """Those of the asker's jobs, oldest first."""
     attention: list[Attention]
     observed: list[str]
+    """The savings that acting would have brought: a line for the last week, and one for the time since."""
     waf: float
+    """The sum over all listed jobs."""
     plan: PlanReport
     sharing: Annotated[Sharing | None, ADMIN] = None
 
@@ -395,45 +467,51 @@ class CauseSum(msgspec.Struct, kw_only=True):
 
 
 class JobSum(msgspec.Struct, kw_only=True):
-    """A job with failures in a report. healed: how often it trained again. ended_with: its exit code, if not 0."""
+    """A job with failures in a report."""
 
     job: str
     failures: int = 0
     healed: int = 0
+    """Recoveries."""
     lost_node_hours: float = 0.0
     saved_node_hours: float = 0.0
     ended_with: int = 0
+    """Its exit code; 0 also while it runs."""
 
 
 class NodeSum(msgspec.Struct, kw_only=True):
-    """A node with failures in a report. lost, out_of_service: how often the node was that."""
+    """A node with failures in a report."""
 
     node: str
     failures: int
     lost: int
+    """Times that it was lost."""
     out_of_service: int
+    """Times that it was taken out of service."""
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """The answer of `unicronctl report week`: on the asker's own jobs, for admins on all.
-
-    healed: recoveries. lost_node_hours: of the jobs' time. saved_node_hours: compared with a requeue and a start from
-    the last checkpoint, assumed to cost `spared_seconds` on all nodes of a job. observed: what acting would have saved.
-    cut_at: the time from which the report counts, if there were too many events; otherwise null.
-    """
+    """The answer of `unicronctl report week`: on the asker's own jobs, for admins on all."""
 
     since: float
     until: float
     causes: list[CauseSum]
     jobs: list[JobSum]
     nodes: Annotated[list[NodeSum], ADMIN] = []
+    """The nodes with the most failures."""
     healed: int
+    """Recoveries."""
     lost_node_hours: float
+    """The jobs' time that failures cost."""
     saved_node_hours: float
+    """The time that a requeue and a start from the last checkpoint would have cost more."""
     spared_seconds: float
+    """The assumed cost of these two, on all nodes of a job."""
     needed_admin: Annotated[int, ADMIN] = 0
     observed: Annotated[list[str], ADMIN] = []
+    """The savings that acting would have brought, as in the status."""
     cut_at: float | None = None
+    """The time from which the report counts, if there were too many events; otherwise null."""
 
 
 class Event(msgspec.Struct, kw_only=True):
@@ -448,25 +526,27 @@ class Event(msgspec.Struct, kw_only=True):
 
 
 class Pong(msgspec.Struct, kw_only=True):
-    """The controller's sign of life. time: its clock, in seconds since the epoch. uid: the user of its process."""
+    """The controller's sign of life."""
 
     release: str
     time: float
+    """The controller's clock."""
     uid: int
+    """The user of the controller's process."""
 
 
 class PauseState(msgspec.Struct, kw_only=True):
-    """The answer of `unicronctl pause` and `resume`. until: by partition ("" for all); 0 for no end. modes: by
-    partition, at present."""
+    """The answer of `unicronctl pause` and `resume`."""
 
     time: float
     until: dict[str, float]
+    """Partition ("" for all) -> the end of its pause; 0 for no end."""
     modes: dict[str, str]
+    """Partition -> its mode at present."""
 
 
 class Injection(msgspec.Struct, kw_only=True):
-    """A fault that was injected on purpose, or would be in a dry run. event: the id of its record; none in a dry
-    run."""
+    """A fault that was injected on purpose, or would be in a dry run."""
 
     fault: str
     job: str
@@ -476,6 +556,7 @@ class Injection(msgspec.Struct, kw_only=True):
     at: float
     dry_run: bool
     event: int | UnsetType = UNSET
+    """The id of its record; none in a dry run."""
 
 
 class ScenarioCluster(msgspec.Struct, kw_only=True):

@@ -56,16 +56,23 @@ def node_for_users(node: Node, mine: Collection[str], private: Collection[str]) 
 
 @dataclass(frozen=True)
 class Viewer:
-    """A user proven by munge. user: the name, empty if the name service does not know it."""
+    """A user proven by munge."""
 
     uid: int
-    user: str
+    user: str  # the name, empty if the name service does not know it
 
 
 class Sight:
     """Cuts an admin's answers down to what the controller would tell a viewer.
 
-    status: with its `sharing`, and each user's last failures. viewer: None for a single user (auth = "none").
+    Parameters
+    ----------
+    status
+        The answer for admins, with each user's last failures.
+    sharing
+        The rules by which others see less.
+    viewer
+        None for a single user (auth = "none").
     """
 
     def __init__(self, status: Status, sharing: Sharing, viewer: Viewer | None) -> None:
@@ -73,7 +80,9 @@ class Sight:
         self.reads_all = (
             viewer is None or viewer.uid in (0, sharing.uid) or viewer.user in (*sharing.admins, *sharing.readers)
         )
+        """The viewer sees as much as an admin."""
         self.mine = frozenset(job.job for job in status.jobs if self.reads_all or self._owns(job))
+        """Ids of the jobs of which the viewer sees all."""
 
     def _owns(self, job: Job) -> bool:
         who = self._viewer

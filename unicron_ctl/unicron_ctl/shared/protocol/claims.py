@@ -33,10 +33,10 @@ def of_viewer(origin: str) -> str:
 def controller_key(payload: bytes) -> str:
     """Return the key in :func:`of_controller`; "" for another payload."""
     try:
-        found = json.loads(payload)
+        claim = json.loads(payload)
     except ValueError:
         return ""
-    return found[2] if isinstance(found, list) and found[:2] == ["unicron", CONTROLLER] and len(found) == 3 else ""
+    return claim[2] if isinstance(claim, list) and claim[:2] == ["unicron", CONTROLLER] and len(claim) == 3 else ""
 
 
 def _claim(*words: str | int) -> str:

@@ -9,15 +9,15 @@ KNOWN_SECONDS = 600.0  # without a message of its agent; then a connection count
 
 
 class ConnectionLimits:
-    """The connections, by their descriptors. Pure: it only names the one to close.
+    """Keeps the connections, by their descriptors. Pure: it only names the one to close.
 
-    most: connections at once; strangers of one address may have `SHARE` of them. If there are too many, the oldest
-    stranger of the address with the most is closed. A known connection, one for each registered agent's key, is never
-    closed for others. Times are seconds on any clock that does not go backwards.
+    Strangers of one address may have `SHARE` of all connections. If there are too many, the oldest stranger of the
+    address with the most is closed. A known connection, one for each registered agent's key, is never closed for
+    others. Times are seconds on any clock that does not go backwards.
     """
 
     def __init__(self, most: int) -> None:
-        self.most = most
+        self.most = most  # connections at once
         self.addresses: dict[int, str] = {}
         self.strangers: dict[str, OrderedDict[int, None]] = {}
         """address -> connections, the oldest first."""

@@ -52,18 +52,26 @@ class ControllerKey:
 
 
 class Hello:
-    """Asks all of the controller's addresses at once. `address` may name several hosts, of which one has the controller
-    and the others have standbys, which do not answer. Raises UserError for an address that makes no sense.
+    """Asks all of the controller's addresses at once.
 
-    believed: names of users whose controllers are trusted, besides root, SlurmUser and our own user. targets: the
-    addresses, once it is open. reached: the address at which `wait_for_key` has found the key.
+    Parameters
+    ----------
+    address
+        May name several hosts. One has the controller, and the others have standbys, which do not answer.
+    believed
+        Names of users whose controllers are trusted, besides root, SlurmUser and our own user.
+
+    Raises
+    ------
+    UserError
+        For an address that makes no sense.
     """
 
     def __init__(self, address: str, believed: Sequence[str] = ()) -> None:
         self._hosts = endpoints(address)
         self._believed = believed
-        self.targets: list[Target] = []
-        self.reached: Target | None = None
+        self.targets: list[Target] = []  # the controller's addresses, once it is open
+        self.reached: Target | None = None  # where `wait_for_key` has found the key
         self._socket: socket.socket | None = None
         self._question = wire.encode(datagrams.Hello(padding=" " * HELLO_BYTES))
         self._problem = ""
@@ -123,8 +131,8 @@ class Hello:
 
     def candidates(self, key: str, reached: Target | None = None) -> list[Target]:
         """Return the addresses to connect to with this key, first the one that sent it, `reached`."""
-        found = self.targets if reached is None else list(dict.fromkeys([reached, *self.targets]))
-        return [target for target in found if key != PLAIN or is_loopback(target.host)]
+        targets = self.targets if reached is None else list(dict.fromkeys([reached, *self.targets]))
+        return [target for target in targets if key != PLAIN or is_loopback(target.host)]
 
     def send_questions(self) -> None:
         """Send the question to all addresses; `read` gets the answers."""
@@ -146,7 +154,7 @@ class Hello:
 
     def read(self) -> list[Answer]:
         """Return the answers that have come, without waiting."""
-        found: list[Answer] = []
+        answers: list[Answer] = []
         for _ in range(READS if self._socket is not None else 0):
             assert self._socket is not None
             try:
@@ -154,13 +162,13 @@ class Hello:
                 host = canonical(str(where[0]))
                 port = int(where[1])
                 reached = next((target for target in self.targets if (target.host, target.port) == (host, port)), None)
-                found.append(Answer(wire.decode(data, datagrams.Introduction), reached))
+                answers.append(Answer(wire.decode(data, datagrams.Introduction), reached))
             except OSError:
                 break
             except wire.BadMessage as error:
                 self._problem = str(error)
-        self._answered = self._answered or bool(found)
-        return found
+        self._answered = self._answered or bool(answers)
+        return answers
 
     def first_believed(self, answers: Sequence[Answer]) -> ControllerKey | None:
         """Return the first trusted answer, or None. This asks munge, the name service and Slurm, so it may take
@@ -183,16 +191,16 @@ class Hello:
             self._problem = message.error[:200] or "the controller cannot prove who it is"
             return None
         try:
-            found = unmunge(message.credential)
+            credential = unmunge(message.credential)
         except MungeError as error:
             self._problem = f"the controller's credential: {error}"
             return None
-        key = claims.controller_key(found.payload)
+        key = claims.controller_key(credential.payload)
         if not is_key(key):
             self._problem = "the controller's credential holds no key"
-        elif not trusted(found.uid, self._believed):
+        elif not trusted(credential.uid, self._believed):
             self._problem = (
-                f"the controller there belongs to {_name(found.uid)}, who is neither root, SlurmUser nor you: "
+                f"the controller there belongs to {_name(credential.uid)}, who is neither root, SlurmUser nor you: "
                 "[agent] controller_users can name him"
             )
         else:
@@ -209,9 +217,9 @@ class Hello:
             while (rest := until - time.monotonic()) > 0:
                 if self._socket is None:
                     time.sleep(rest)
-                elif _readable(self._socket, rest) and (found := self.first_believed(self.read())) is not None:
-                    self.reached = found.reached
-                    return found.key
+                elif _readable(self._socket, rest) and (answer := self.first_believed(self.read())) is not None:
+                    self.reached = answer.reached
+                    return answer.key
         return None
 
 
@@ -222,17 +230,17 @@ def _for_all(targets: list[Target]) -> tuple[socket.socket, list[Target]]:
     for family in dict.fromkeys((max(target.family for target in targets), socket.AF_INET)):
         kept = [target for target in targets if family == socket.AF_INET6 or target.family == family]
         try:
-            made = socket.socket(family, socket.SOCK_DGRAM)
+            opened = socket.socket(family, socket.SOCK_DGRAM)
         except OSError as error:
             problem = error
             continue
         if not kept:
-            made.close()
+            opened.close()
             continue
-        made.setblocking(False)
+        opened.setblocking(False)
         if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        return made, kept
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        return opened, kept
     raise problem or OSError("no address of a family that this machine has")
 
 
@@ -254,11 +262,11 @@ def _readable(source: socket.socket, seconds: float) -> bool:
 
 
 def _uids(names: Sequence[str]) -> set[int]:
-    found = set()
+    uids = set()
     for name in names:
         with contextlib.suppress(KeyError):
-            found.add(pwd.getpwnam(name).pw_uid)
-    return found
+            uids.add(pwd.getpwnam(name).pw_uid)
+    return uids
 
 
 def _name(uid: int) -> str:
@@ -282,8 +290,8 @@ class _SlurmUser:
                 done = run_program(["scontrol", "show", "config"], SLURM_SECONDS)
             except (OSError, subprocess.TimeoutExpired, TooMuchOutput):
                 return None
-            found = _SLURM_USER.search(done.stdout.decode(errors="replace"))
-            self._uid = int(found.group(1)) if found and done.returncode == 0 else None
+            match = _SLURM_USER.search(done.stdout.decode(errors="replace"))
+            self._uid = int(match.group(1)) if match and done.returncode == 0 else None
         return self._uid
 
 

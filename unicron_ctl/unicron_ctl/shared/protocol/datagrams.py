@@ -20,22 +20,21 @@ class Hint(msgspec.Struct, kw_only=True):
 
 
 class Hello(wire.Message, tag="hello"):
-    """A question for the controller's public key, as long as its answer may be, so that it cannot direct a flood at
-    another host."""
+    """A question for the controller's public key."""
 
     padding: ranges.Text = ""
+    """Makes it as long as its answer may be, so that it cannot direct a flood at another host."""
 
 
 class Introduction(wire.Message, tag="introduction"):
-    """The answer. credential: the controller's munge credential with its public key. plain: the controller encrypts
-    nothing and serves one user at a loopback address. error: why it cannot answer now."""
+    """The answer to :class:`Hello`."""
 
-    credential: ranges.Credential = ""
-    plain: bool = False
-    error: ranges.Text = ""
+    credential: ranges.Credential = ""  # the controller's munge credential with its public key
+    plain: bool = False  # it encrypts nothing and serves one user at a loopback address
+    error: ranges.Text = ""  # why it cannot answer now
 
 
 def hint(data: bytes) -> Hint:
     """Decode a hint. Raises :class:`wire.BadMessage`."""
-    found: Hint = wire.decode(data, Hint, HINT)
-    return found
+    message: Hint = wire.decode(data, Hint, HINT)
+    return message

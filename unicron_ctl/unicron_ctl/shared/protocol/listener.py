@@ -44,12 +44,13 @@ _SHORT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 
 
 class Connection:
-    """One peer's connection. origin: the name of its quota, a network for IPv6. route: the program's name for the
-    connection, which is never reused."""
+    """One peer's connection."""
 
     def __init__(self, opened: socket.socket, address: str, route: bytes, session: Session, now: float) -> None:
         self.socket, self.descriptor = opened, opened.fileno()
-        self.address, self.origin, self.route, self.session = address, origin(address), route, session
+        self.address, self.session = address, session
+        self.origin = origin(address)  # the name of its quota, a network for IPv6
+        self.route = route  # the program's name for the connection, which is never reused
         self.name = route.hex()
         self.out: deque[bytes] = deque()
         self.known, self.queued = False, False
@@ -64,10 +65,22 @@ class Connection:
 
 
 class Listener:
-    """Serves connections to the listening `sockets`, which it closes at the end.
+    """Serves connections to the listening sockets, which it closes at the end.
 
-    keys: None if nothing is encrypted. connections: the most at once. most: bytes of a message. admits: whether a key
-    may connect. refused: called with the reason when a connection is closed for what it sent. warn: logs a line.
+    Parameters
+    ----------
+    keys
+        None if nothing is encrypted.
+    connections
+        The largest number of connections at once.
+    most
+        The largest number of bytes of a message.
+    admits
+        Whether a key may connect.
+    refused
+        Called with the reason when a connection is closed for what it sent.
+    warn
+        Logs a line.
     """
 
     def __init__(
@@ -409,13 +422,13 @@ def listening(host: str, port: int, queue: int = QUEUE) -> list[socket.socket]:
             return [_listening(socket.AF_INET6, ("::", port), queue, dual=True)]
     if host in ("", "*"):
         host = "0.0.0.0"
-    found = {
+    addresses = {
         (family, where[0]): (family, where)
         for family, _, _, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     }
     opened: list[socket.socket] = []
     try:
-        for family, where in found.values():
+        for family, where in addresses.values():
             place = (where[0], opened[0].getsockname()[1], *where[2:]) if opened else where
             opened.append(_listening(family, place, queue, dual=where[0] == "::"))
     except OSError:

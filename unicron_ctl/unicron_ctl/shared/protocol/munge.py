@@ -32,19 +32,19 @@ _names = TimeLimit(NAME_SECONDS, NAMES_HANGING, "unicron-names")
 
 @dataclass(frozen=True)
 class Credential:
-    """A valid credential: its maker's user id, and its payload. replayed: it was read before on this host."""
+    """A valid credential."""
 
-    uid: int
+    uid: int  # its maker's
     payload: bytes
-    replayed: bool = False
+    replayed: bool = False  # it was read before on this host
 
 
 class MungeError(Exception):
-    """There is no valid credential; the text says why. outage: munge gave no verdict, so another try may succeed."""
+    """There is no valid credential; the text says why."""
 
     def __init__(self, reason: str, outage: bool) -> None:
         super().__init__(reason)
-        self.outage = outage
+        self.outage = outage  # munge gave no verdict, so another try may succeed
 
 
 def make_credential(payload: str) -> str:
@@ -95,8 +95,8 @@ def _socket() -> str:
         text = Path(os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).read_text(errors="replace")
     except OSError:
         return ""
-    found = _AUTH_INFO.search(text)
-    return found.group(1) if found else ""
+    match = _AUTH_INFO.search(text)
+    return match.group(1) if match else ""
 
 
 def _context(library: ctypes.CDLL) -> ctypes.c_void_p | None:
@@ -109,33 +109,33 @@ def _context(library: ctypes.CDLL) -> ctypes.c_void_p | None:
 
 
 def _encode(payload: bytes) -> str:
-    library, made = _library(), ctypes.c_void_p()
+    library, credential = _library(), ctypes.c_void_p()
     context = _context(library)
     try:
-        error = library.munge_encode(ctypes.byref(made), context, payload, ctypes.c_int(len(payload)))
+        error = library.munge_encode(ctypes.byref(credential), context, payload, ctypes.c_int(len(payload)))
         if error != _SUCCESS:
             raise _problem(library, error)
-        return ctypes.string_at(made).decode()
+        return ctypes.string_at(credential).decode()
     finally:
-        _free(made)
+        _free(credential)
         if context is not None:
             library.munge_ctx_destroy(context)
 
 
 def _decode(credential: bytes) -> Credential:
-    library, found, length = _library(), ctypes.c_void_p(), ctypes.c_int()
+    library, buffer, length = _library(), ctypes.c_void_p(), ctypes.c_int()
     uid, gid = ctypes.c_uint32(), ctypes.c_uint32()
     context = _context(library)
     try:
         error = library.munge_decode(
-            credential, context, ctypes.byref(found), ctypes.byref(length), ctypes.byref(uid), ctypes.byref(gid)
+            credential, context, ctypes.byref(buffer), ctypes.byref(length), ctypes.byref(uid), ctypes.byref(gid)
         )
         if error not in (_SUCCESS, _REPLAYED):
             raise _problem(library, error)
-        payload = ctypes.string_at(found, length.value) if found else b""
+        payload = ctypes.string_at(buffer, length.value) if buffer else b""
         return Credential(uid.value, payload, error == _REPLAYED)
     finally:
-        _free(found)
+        _free(buffer)
         if context is not None:
             library.munge_ctx_destroy(context)
 

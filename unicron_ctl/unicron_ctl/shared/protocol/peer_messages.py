@@ -22,23 +22,20 @@ NO_BALLOT: Ballot = (0, -1)
 
 
 class Proposal(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A plan to follow generation `since`. No two proposals have the same prefix in `share`.
-
-    share: as from the controller; for proposers with all micro-batches. by: the agent that made it.
-    """
+    """A plan to follow generation `since`. No two proposals have the same prefix in `share`."""
 
     since: ranges.Count
     ballot: Ballot
-    share: PlanShare
+    share: PlanShare  # as from the controller; for proposers with all micro-batches
     lost: Annotated[list[LostRank], Meta(max_length=ranges.MOST_SLOTS)]
-    by: ranges.NoName
+    by: ranges.NoName  # the agent that made it
 
 
 class PeerMessage(Message):
-    """A message between two agents of a job. generation: the one that broke. element: the sender's."""
+    """A message between two agents of a job."""
 
-    generation: ranges.Count
-    element: ranges.Element
+    generation: ranges.Count  # the one that broke
+    element: ranges.Element  # the sender's
 
 
 class PlanRequest(PeerMessage, tag="plan_request"):
@@ -52,18 +49,14 @@ class Prepare(PeerMessage, tag="prepare"):
 
 
 class Promise(PeerMessage, tag="promise"):
-    """To the proposer, at once and after each change of the agent's ranks.
-
-    controller_alive: there is no promise, because the controller lives. seen: the highest generation that the agent
-    knows. accepted: the latest proposal that it has accepted.
-    """
+    """To the proposer, at once and after each change of the agent's ranks."""
 
     ballot: Ballot
-    controller_alive: bool = False
-    seen: ranges.Count = 0
+    controller_alive: bool = False  # there is no promise, because the controller lives
+    seen: ranges.Count = 0  # the highest generation that the agent knows
     store: ranges.NoName = ""
     ranks: Annotated[dict[ranges.Slot, RankStatus], Meta(max_length=ranges.MOST_RANKS)] = {}
-    accepted: Proposal | None = None
+    accepted: Proposal | None = None  # the latest proposal that it has accepted
 
 
 class Halt(PeerMessage, tag="halt"):

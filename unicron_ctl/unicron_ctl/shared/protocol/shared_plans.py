@@ -15,24 +15,24 @@ from unicron_transition.generations import layout
 
 
 class PlanCommon(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The common part of a plan. members, joiners: in order, as runs [first, last]. proposers: the agents of the first
-    members' elements, which stand in for the controller while it is away. nodes: in restart mode the names of the
-    members' nodes, in the order of their slots."""
+    """The common part of a plan."""
 
     generation: ranges.Count
-    members: ranges.Runs
+    members: ranges.Runs  # in order, as runs (first, last)
     store: ranges.NoName
     prefix: ranges.Kind
     boundary: bool = False
-    joiners: ranges.Runs = []
+    joiners: ranges.Runs = []  # the same
     source: ranges.Slot | None = None
     step: ranges.Count | None = None
     iteration: ranges.Iteration | None = None
     reason: ranges.Reason = ""
     proposers: Annotated[list[structs.Peer], Meta(max_length=ranges.MOST_PROPOSERS)] = []
+    """The agents of the first members' elements, which stand in for the controller while it is away."""
     replica: ranges.Replica = 1
     state: ranges.State | None = None
     nodes: Annotated[list[ranges.Name], Meta(max_length=ranges.MOST_NODES)] = []
+    """In restart mode: the names of the members' nodes, in the order of their slots."""
 
 
 _ALIKE = [name for name in PlanCommon.__struct_fields__ if name not in ("members", "joiners", "proposers", "nodes")]
@@ -40,23 +40,23 @@ _ALIKE = [name for name in PlanCommon.__struct_fields__ if name not in ("members
 
 def runs(slots: Iterable[int]) -> list[tuple[int, int]]:
     """Return the slots, in order, as runs (first, last): 16,384 members are one pair."""
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for slot in slots:
-        if found and found[-1][1] == slot - 1:
-            found[-1] = found[-1][0], slot
+        if pairs and pairs[-1][1] == slot - 1:
+            pairs[-1] = pairs[-1][0], slot
         else:
-            found.append((slot, slot))
-    return found
+            pairs.append((slot, slot))
+    return pairs
 
 
-def expand(found: Sequence[tuple[int, int]]) -> list[int]:
+def expand(pairs: Sequence[tuple[int, int]]) -> list[int]:
     """Return the slots of such runs. Raises :class:`wire.BadMessage` for runs that are backwards, double or too
     long."""
-    backwards = any(last < first for first, last in found)
-    twice = any(after[0] <= before[1] for before, after in pairwise(sorted(found)))
-    if backwards or twice or sum(last - first + 1 for first, last in found) > ranges.MOST_SLOTS:
+    backwards = any(last < first for first, last in pairs)
+    twice = any(after[0] <= before[1] for before, after in pairwise(sorted(pairs)))
+    if backwards or twice or sum(last - first + 1 for first, last in pairs) > ranges.MOST_SLOTS:
         raise wire.BadMessage("the plan's members or joiners are not valid runs of slots")
-    return [slot for first, last in found for slot in range(first, last + 1)]
+    return [slot for first, last in pairs for slot in range(first, last + 1)]
 
 
 def common(plan: wire.Plan, proposers: Sequence[structs.Peer] = (), nodes: Sequence[str] = ()) -> msgspec.Raw:
@@ -87,14 +87,14 @@ def share(
 
 def whole(part: wire.PlanShare) -> wire.Plan:
     """Return the plan for the agent's ranks: all but other agents' micro-batches. Raises :class:`wire.BadMessage`."""
-    known = _decode_common(part)
-    members = expand(known.members)
-    if len(members) % known.replica:
+    common = _decode_common(part)
+    members = expand(common.members)
+    if len(members) % common.replica:
         raise wire.BadMessage(
-            f"the plan's {len(members)} members are not a multiple of a replica's {known.replica} ranks"
+            f"the plan's {len(members)} members are not a multiple of a replica's {common.replica} ranks"
         )
-    alike = {name: getattr(known, name) for name in _ALIKE}
-    return wire.Plan(members=members, joiners=expand(known.joiners), assignment=part.assignment, **alike)
+    alike = {name: getattr(common, name) for name in _ALIKE}
+    return wire.Plan(members=members, joiners=expand(common.joiners), assignment=part.assignment, **alike)
 
 
 def proposers(part: wire.PlanShare) -> list[structs.Peer]:
@@ -111,8 +111,8 @@ def heads(part: wire.PlanShare, slots: Iterable[int]) -> list[int]:
     """Return the heads of the replicas that have these slots. Raises :class:`wire.BadMessage`."""
     if _decode_common(part).replica == 1:
         return list(slots)
-    found = _heads_of(bytes(part.common))
-    return list(dict.fromkeys(found[slot] for slot in slots if slot in found))
+    head_of = _heads_of(bytes(part.common))
+    return list(dict.fromkeys(head_of[slot] for slot in slots if slot in head_of))
 
 
 @lru_cache(maxsize=4)

@@ -13,37 +13,40 @@ SESSION, RESTART = "session", "restart"  # modes of healing
 
 
 class Settings(msgspec.Struct, kw_only=True):
-    """A job's settings from its submission.
-
-    min_stated: the owner, or the launcher in the command, has set min_nodes. mode: session (the ranks speak this
-    protocol) or restart (plain programs, for which the agent speaks it, and which end and start together). mode_reason:
-    the agent's. layouts: ways to split the model, the preferred first ("TP2 PP2"), if there are several. model: its
-    sizes, for the planner. copies: how many other nodes keep each part of the training state in memory. spares:
-    elements that wait, ready to replace a lost member (docs/design/hot-spares.md). allocation: the job is one
-    allocation of Slurm, not an array (docs/design/allocations.md). no_kill: its srun goes on without a node. block:
-    nodes of each element of the array (docs/design/blocks.md). log_dir: the folder with the ranks' output files, or
-    empty. command: digests of the commands of an array's ranks, joined by full stops; two commands are the same if one
-    digest is.
-    """
+    """A job's settings from its submission."""
 
     name: ranges.Kind
     user: ranges.Name
     weight: ranges.Weight = 1.0
     min_nodes: ranges.Elements = 1
+    """The fewest nodes with which the job can train."""
     min_stated: bool = False
+    """The owner, or the launcher in the command, has set `min_nodes`."""
     max_nodes: ranges.Elements = 1
     ranks_per_node: ranges.RanksPerNode = 1
     mode: ranges.Mode = SESSION
+    """SESSION: the ranks speak this protocol. RESTART: they are plain programs, which start and end together, and the
+    agent speaks it for them."""
     mode_reason: ranges.Text = ""
+    """Why the agent has chosen that mode."""
     layouts: ranges.Layouts = []
+    """Ways to split the model, the preferred one first ("TP2 PP2"); empty if there is only one."""
     model: ranges.Sizes = {}
+    """Sizes of the model by name, for the planner."""
     copies: ranges.Copies = 1
+    """Other nodes that keep each part of the training state in memory."""
     spares: ranges.Spares = 0
+    """Elements that wait, ready to replace a lost member (docs/design/hot-spares.md)."""
     allocation: bool = False
+    """The job is one allocation of Slurm, not an array (docs/design/allocations.md)."""
     no_kill: bool = False
+    """The job's srun goes on without a lost node."""
     block: ranges.Elements = 1
+    """Nodes of each element of the array (docs/design/blocks.md)."""
     log_dir: ranges.Text = ""
+    """The folder with the ranks' output files, or empty."""
     command: ranges.NoName = ""
+    """Digests of the commands of an array's ranks, joined by full stops. Two commands are the same if one digest is."""
 
     def runs_as(self, other: Settings) -> bool:
         """Whether both have the same command."""
@@ -53,9 +56,10 @@ class Settings(msgspec.Struct, kw_only=True):
 
 # ---------------------------------------------------------------- ranks
 class Exit(msgspec.Struct, kw_only=True, gc=False):
-    """The end of a rank's process. code: the exit status, negative for a signal (as in subprocess)."""
+    """The end of a rank's process."""
 
     code: ranges.ExitCode
+    """The exit status, negative for a signal (as in subprocess)."""
     at: ranges.Time
     lived: ranges.Seconds  # seconds since its start
     last_line: ranges.Text = ""
@@ -63,30 +67,34 @@ class Exit(msgspec.Struct, kw_only=True, gc=False):
 
 
 class Fault(msgspec.Struct, kw_only=True, gc=False):
-    """An exception in a rank. fatal: it was not caught, so the process ends, after it has `lived` for so many seconds.
-    cause: the line of the traceback that names the reason (failures.root_cause). micro_batch: in which it came, of
-    `iteration`."""
+    """An exception in a rank."""
 
     type: ranges.Text
     text: ranges.Text
     at: ranges.Time
     traceback: ranges.Text = ""
     cause: ranges.Text = ""
+    """The line of the traceback that names the reason (`failures.root_cause`)."""
     iteration: ranges.Iteration | None = None
     micro_batch: ranges.MicroBatch | None = None
+    """The micro-batch of `iteration` in which it came."""
     fatal: bool = False
+    """It was not caught, so the process ends."""
     lived: ranges.Seconds = 0.0
+    """If it is fatal: the seconds from the start of the process to the exception."""
 
 
 class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The shards of the optimizer's state that a rank has. held: of its place, its own and copies of others. version:
-    the state's number of steps. count: the shards of the state. base: names the generation over whose replicas it is
-    sharded (:func:`sharding.state_base`)."""
+    """The shards of the optimizer's state that a rank has."""
 
     base: ranges.Count
+    """Names the generation over whose replicas the state is sharded (:func:`sharding.state_base`)."""
     version: ranges.Count
+    """The state's number of steps."""
     count: ranges.Ways
+    """The number of shards of the whole state."""
     held: ranges.Shards
+    """Shards that belong to the rank's place: its own, and copies of others."""
 
 
 # Name of a process group -> (collectives that the rank has begun in it, those that have ended, the last one as a text).
@@ -95,63 +103,70 @@ Collectives = Annotated[dict[ranges.Kind, tuple[ranges.Count, ranges.Count, rang
 
 class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=True, gc=False):
     """One rank as its agent knows it. On the wire it is an array that ends with the last field that has no default, so
-    rare fields come last.
-
-    state: starting (no session yet) | waiting (can enter a generation) | entering (the generation `entering`) | running
-    | stopped (at a known point, wants a plan; by itself if `broken` reaches its generation without a Break) | standby
-    (in no complete replica, keeps its training state, can enter) | left (a plan went on without it) | finished (trained
-    to the end) | exited.
-    broken: all generations up to this one are over for the rank.
-    phase: computing | reducing | synced | stepped, of `iteration`. done: the micro-batches in its gradient.
-    process: the state letter of proc(5) ("T": stopped by a signal), empty if unknown. idle: for how many seconds the
-    process has hardly computed, read or written; 0 if unknown.
-    moved: changes while the rank's transfer or collective makes progress: bytes, and in the first seconds of a loss the
-    network's retransmissions; in restart mode, the script's own heartbeats. 0 if unknown.
-    replica: ranks of a replica. layout: its shape, for people.
-    shards: of a distributed optimizer's state, from a stopped rank or a standby; from a waiting rank, those in its
-    node's memory. saved: the iteration with which the newest known checkpoint goes on; 0 before there is one, -1 if the
-    script makes none. kept: for a rank at rest, (iteration, mark) of the states with which it can go on, the newest
-    first: its own, or what a newcomer could take from memory, a checkpoint or the script. States that belong together
-    have equal marks. forgets: why its state is not kept in memory. sharded: its optimizer's state is sharded.
-    remembers: it has a state that is kept as a whole. waits: it waits on a socket, a pipe, or for a child. collectives:
-    in restart mode, of a rank that stands still. outlives: it ignores SIGTERM, and trains on to the next boundary when
-    its element has to end. saves_in: the folder of the job's checkpoints, from the rank that writes them; empty if the
-    name is too long.
-    """
+    rare fields come last."""
 
     state: ranges.RankState
+    """starting (no session yet) | waiting (can enter a generation) | entering (the generation `entering`) | running |
+    stopped (at a known point, wants a plan) | standby (in no complete replica, keeps its training state, can enter) |
+    left (a plan went on without it) | finished (trained to the end) | exited."""
     changed: ranges.Time = 0.0  # time of the last change of state, phase or done, by the agent's clock
     incarnation: ranges.Incarnation = 0
     generation: ranges.Count = 0
+    """The last generation that the rank has entered."""
     entering: ranges.Count = 0
     broken: ranges.Count = 0
+    """All generations up to this one are over for the rank. If it reaches the rank's generation without a Break, the
+    rank has stopped by itself."""
     iteration: ranges.Iteration = 0
     phase: ranges.RankPhase = "computing"
+    """computing | reducing | synced | stepped, of `iteration`."""
     done: ranges.MicroBatches = []
+    """The micro-batches in its gradient."""
     micro_batches: ranges.MicroBatchCount = 0
+    """Micro-batches that a plan would deal: those of the next iteration if this one may be stepped."""
     train_iterations: ranges.Count = 0
     flops_per_iteration: ranges.Flop = 0.0
     iteration_seconds: ranges.Seconds = 0.0
     pid: ranges.Pid = 0
     process: ranges.ProcessState = ""
+    """The state letter of proc(5) ("T": stopped by a signal); empty if unknown."""
     idle: ranges.Seconds = 0.0
+    """Seconds for which the process has hardly computed, read or written; 0 if unknown."""
     loss: float | None = None
     exit: Exit | None = None
     fault: Fault | None = None
     note: Fault | None = None  # the last fault that was corrected without the controller
     moved: ranges.Count = 0
+    """A number that changes while the rank's transfer or collective makes progress: bytes, and in the first seconds of
+    a loss the network's retransmissions. In restart mode: the script's own heartbeats. 0 if unknown."""
     replica: ranges.Replica = 1
+    """Ranks of a replica."""
     layout: ranges.Kind = ""
+    """The shape of a replica, for people."""
     shards: Annotated[list[Shards], Meta(max_length=ranges.MOST_COPIES)] = []
+    """Of a distributed optimizer's state, from a stopped rank or a standby. From a waiting rank: those in its node's
+    memory."""
     saved: ranges.Iteration = -1
+    """The iteration with which the newest known checkpoint goes on; 0 before there is one, -1 if the script makes
+    none."""
     kept: Annotated[list[tuple[ranges.Iteration, ranges.Kind]], Meta(max_length=ranges.MOST_COPIES)] = []
+    """For a rank at rest: (iteration, mark) of the states with which it can go on, the newest first. They are its own,
+    or those that a newcomer could take from memory, a checkpoint or the script. States that belong together have equal
+    marks."""
     forgets: ranges.Kind = ""
+    """Why its state is not kept in memory; empty if it is."""
     sharded: bool = False
+    """Its optimizer's state is sharded."""
     remembers: bool = False
+    """It has a state that is kept as a whole."""
     waits: bool = False
+    """It waits on a socket, a pipe, or for a child."""
     collectives: Collectives = {}
+    """In restart mode, of a rank that stands still."""
     outlives: bool = False
+    """It ignores SIGTERM, and trains on to the next boundary when its element has to end."""
     saves_in: ranges.Kind = ""
+    """The folder of the job's checkpoints, from the rank that writes them; empty if the name is too long."""
 
     @property
     def end(self) -> Exit | None:
@@ -169,18 +184,17 @@ PHASES = ("data", "forward", "backward", "reduce", "step", "outside")
 
 
 class RankStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One optimizer step of one rank: the ledger's proof.
-
-    computed: each index as often as it was computed; None if that is `micro_batches`. loss: None if unknown, as for a
-    plain program. phases: seconds in the order of :data:`PHASES`, empty if not measured.
-    """
+    """One optimizer step of one rank: the ledger's proof."""
 
     slot: ranges.Slot
     micro_batches: ranges.MicroBatches
     seconds: ranges.StepSeconds
     loss: float | None
+    """None if unknown, as for a plain program."""
     computed: ranges.MicroBatches | None = None
+    """Each micro-batch as often as it was computed; None if that is `micro_batches`."""
     phases: Annotated[list[ranges.Seconds], Meta(max_length=len(PHASES))] = []
+    """Seconds in the order of :data:`PHASES`; empty if not measured."""
 
 
 MERGE_SECONDS = 0.2  # for which an agent holds such a report back at most, for others that come soon
@@ -198,15 +212,16 @@ def hold_seconds(period: float, progress: float) -> float:
 
 
 class StepReport(msgspec.Struct, omit_defaults=True):
-    """One optimizer step of the ranks of one agent. total: micro-batches of the iteration. number: counts the agent's
-    reports, so that the receiver notices lost ones."""
+    """One optimizer step of the ranks of one agent."""
 
     generation: ranges.Count
     iteration: ranges.Count
     total: ranges.MicroBatchCount
+    """Micro-batches of the iteration."""
     at: ranges.Time
     ranks: Annotated[list[RankStep], Meta(max_length=ranges.MOST_RANKS)]
     number: ranges.Count = 0
+    """Counts the agent's reports, so that the receiver notices lost ones."""
 
     def __post_init__(self) -> None:
         if len({rank.slot for rank in self.ranks}) < len(self.ranks):
@@ -226,37 +241,42 @@ class LostRank(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Peer(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An agent as others of its job reach it. address: host:port. key: its public key (CURVE, Z85)."""
+    """An agent as others of its job reach it."""
 
     element: ranges.Element
     agent: ranges.Name
-    address: ranges.NoName
-    key: ranges.NoName
+    address: ranges.NoName  # host:port
+    key: ranges.NoName  # its public key (CURVE, Z85)
 
 
 # ---------------------------------------------------------------- images of training state
 class Image(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Training state in a node's memory, which outlives its ranks (:class:`image_format.Key`): the part of a rank with
-    which `iteration` goes on, at `place` of `size`, shard `shard` of `count`, made in generation `base`. bytes: its
-    size."""
+    """Training state in a node's memory, which outlives its ranks (:class:`image_format.Key`)."""
 
     kind: ranges.Kind
     slot: ranges.Slot
+    """The rank whose part of the state it is."""
     iteration: ranges.Count
+    """The iteration with which the state goes on."""
     place: ranges.Slot
+    """The place of the rank among the `size` ranks of a replica."""
     size: ranges.Replica
     shard: ranges.Shard
+    """The number of the shard, of `count`."""
     count: ranges.Ways
     base: ranges.Count
+    """Names the generation that made the state, as in :class:`Shards`."""
     mark: ranges.NoName
+    """The same in all images that belong together."""
     bytes: ranges.Count = 0
+    """The size of the image."""
 
 
 class Failing(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """An agent with which transfers of images failed: how often in a row, and why the last time."""
+    """An agent with which transfers of images failed."""
 
-    times: ranges.Count
-    why: ranges.Kind
+    times: ranges.Count  # failures in a row
+    why: ranges.Kind  # the last time
 
 
 class Holder(msgspec.Struct, frozen=True, gc=False):
@@ -265,3 +285,4 @@ class Holder(msgspec.Struct, frozen=True, gc=False):
     element: ranges.Element
     address: ranges.Name
     token: ranges.Name
+    """Its peers show it with each transfer."""

@@ -43,11 +43,10 @@ class OtherRelease(BadMessage):
 
 
 class Message(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
-    """Base of all messages. v: the protocol's version. term: the controller's, in its messages to agents. Rules between
-    fields are checked in `__post_init__`."""
+    """Base of all messages. Rules between fields are checked in `__post_init__`."""
 
-    v: ranges.Version = VERSION
-    term: ranges.Count = 0
+    v: ranges.Version = VERSION  # the protocol's version
+    term: ranges.Count = 0  # the controller's, in its messages to agents
 
 
 # ---------------------------------------------------------------- agent -> controller
@@ -80,20 +79,20 @@ class Register(Message, tag="register"):
 
 
 class Agreement(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The plan on which the agents of generation `since` agreed without the controller (docs/design/consensus.md).
-
-    plan: generation, members, store and prefix are the same at all agents, and no other plan has this prefix; the
-    assignment is for the agent's own slots, or for all at the first agents. by: the agent that made the plan. chosen:
-    the ranks follow it; before that, a majority may or may not have accepted it, and its number is used either way.
-    """
+    """The plan on which the agents of generation `since` agreed without the controller (docs/design/consensus.md)."""
 
     generation: ranges.Count
     since: ranges.Count
     plan: Plan
+    """Generation, members, store and prefix are the same at all agents, and no other plan has this prefix. The
+    assignment is for the agent's own slots, or for all at the first agents."""
     lost: Annotated[list[LostRank], Meta(max_length=ranges.MOST_SLOTS)]
     reason: ranges.Reason
     by: ranges.NoName
+    """The agent that made the plan."""
     chosen: bool = True
+    """The ranks follow it. Before that, a majority may or may not have accepted it, and its number is used either
+    way."""
 
 
 class Status(Message, tag="status"):
@@ -159,14 +158,13 @@ class Steps(Message, tag="steps"):
 
 
 class Timing(Message, tag="timing"):
-    """The times of one recovery in one rank. seconds: from its start to the end of each part. at: the rank's clock at
-    the step, which ends it (`unicron_transition.session.session`)."""
+    """The times of one recovery in one rank."""
 
     job: ranges.JobId
     slot: ranges.Slot
     generation: ranges.Count
-    at: ranges.Time
-    seconds: ranges.Durations
+    at: ranges.Time  # the rank's clock at the step that ends the recovery (`unicron_transition.session.session`)
+    seconds: ranges.Durations  # part -> from the start of the recovery to its end
 
 
 class ReachAnswer(Message, tag="reached"):
@@ -198,75 +196,69 @@ class InjectRefused(Message, tag="inject_refused"):
 
 
 class StackTrace(Message, tag="stack_trace"):
-    """The answer to :class:`Stacks`. how: py-spy | faulthandler | none. state: the process's, as in proc(5)."""
+    """The answer to :class:`Stacks`."""
 
     job: ranges.JobId
     slot: ranges.Slot
     incarnation: ranges.Incarnation
-    how: ranges.Text
-    state: ranges.Text
+    how: ranges.Text  # py-spy | faulthandler | none
+    state: ranges.Text  # the process's, as in proc(5)
     text: ranges.Text
 
 
 class NodeEvent(Message, tag="node_event"):
-    """An event of the node itself. source: kernel (a line of its log) | memory (kills counted by the cgroup) | link.
-
-    code: "xid 79", the link's name, or the id of the matching rule. number: counts the agent's events, to recognise a
-    repeated one. count: events of the kind since the last message.
-    """
+    """An event of the node itself."""
 
     job: ranges.JobId
     element: ranges.Element
     agent: ranges.Name
-    number: ranges.Count
-    source: ranges.EventSource
+    number: ranges.Count  # counts the agent's events, to recognise a repeated one
+    source: ranges.EventSource  # kernel (a line of its log) | memory (kills counted by the cgroup) | link
     text: ranges.Text
     at: ranges.Time
-    code: ranges.Kind = ""
-    count: ranges.Count = 1
+    code: ranges.Kind = ""  # "xid 79", the link's name, or the id of the matching rule
+    count: ranges.Count = 1  # events of the kind since the last message
 
 
 class Metrics(Message, tag="metrics"):
-    """An agent's measurements of its node and its ranks' processes, for the comparison with peers.
-
-    host: the machine behind the node; nodes on the same one share their counters. node: metric -> value, rates per
-    second (:mod:`unicron_detector.iterations.peer_metrics`). ranks: slot -> metric -> value.
-    """
+    """An agent's measurements of its node and its ranks' processes, for the comparison with peers."""
 
     job: ranges.JobId
     element: ranges.Element
     agent: ranges.Name
     host: ranges.Kind = ""
+    """The machine behind the node; nodes on the same one share their counters."""
     node: ranges.Values = {}
+    """Metric -> value, rates per second (:mod:`unicron_detector.iterations.peer_metrics`)."""
     ranks: Annotated[dict[ranges.Slot, ranges.Values], Meta(max_length=ranges.MOST_RANKS)] = {}
+    """Slot -> metric -> value."""
 
 
 # ---------------------------------------------------------------- controller -> agent
 class Welcome(Message, tag="welcome"):
-    """The controller takes an agent in.
-
-    metrics_seconds: between two :class:`Metrics`, 0 for none. metrics_directory: the folder whose latency is measured,
-    or empty for the agent's own. progress_seconds: how long a status with nothing but progress waits for more. layout:
-    for the ranks, if the job has stated several. run: a name that no other training on any cluster has, by which its
-    state in memory is known. notice_seconds: how long an agent whose element has to end waits for the next boundary.
-    """
+    """The controller takes an agent in."""
 
     heartbeat_period: ranges.Beat
     controller: ranges.Kind
     progress_seconds: ranges.Progress = 0.2
+    """Seconds that a status with nothing but progress waits for more."""
     metrics_seconds: ranges.Seconds = 0.0
+    """Seconds between two :class:`Metrics`; 0 for none."""
     metrics_directory: ranges.Text = ""
+    """The folder whose latency is measured; empty for the agent's own."""
     layout: ranges.Kind = ""
+    """The layout of the ranks; empty unless the job has stated several."""
     run: ranges.Run = ""
+    """A name that no other training on any cluster has. The job's state in memory is known by it."""
     notice_seconds: ranges.Seconds = 0.0
+    """Seconds that an agent whose element has to end waits for the next boundary."""
 
 
 class Ping(Message, tag="ping"):
-    """Send your status at once. A status whose `pinged` is `number` was made later. over: vote no more on what follows
-    generations up to this one."""
+    """Send your status at once."""
 
-    number: ranges.Count = 0
-    over: ranges.Count = 0
+    number: ranges.Count = 0  # a status whose `pinged` is this was made later
+    over: ranges.Count = 0  # vote no more on what follows generations up to this one
 
 
 class Pong(Message, tag="pong"):
@@ -289,29 +281,27 @@ class Recall(Message, tag="recall"):
 
 
 class Refusal(Message, tag="refused"):
-    """The controller does not accept the last message.
-
-    final: asking again is useless, and the job goes on unprotected. replaced: another agent has this one's place, so it
-    ends. alone: the command should run in a world of its own node; if that is not final, the step of an agent that was
-    taken in before is over. apart: the job's other nodes train protected, so this agent ends, because a plain world
-    would wait for them in vain.
-    """
+    """The controller does not accept the last message."""
 
     reason: ranges.Reason
     final: bool = False
+    """Asking again is useless, and the job goes on unprotected."""
     replaced: bool = False
+    """Another agent has this one's place, so it ends."""
     alone: bool = False
+    """The command should run in a world of its own node. If that is not final, the step of an agent that was taken in
+    before is over."""
     apart: bool = False
+    """The job's other nodes train protected. This agent ends, because a plain world would wait for them in vain."""
 
 
 class Break(Message, tag="break"):
-    """All generations up to `generation` are over: stop at a known point and report. killed: all lost ranks were killed
-    from outside, so no rank has an error of its own."""
+    """All generations up to `generation` are over: stop at a known point and report."""
 
     generation: ranges.Count
     lost: ranges.Slots
     reason: ranges.Reason
-    killed: bool = False
+    killed: bool = False  # all lost ranks were killed from outside, so no rank has an error of its own
 
 
 class Withdraw(Message, tag="withdraw"):
@@ -322,53 +312,54 @@ class Withdraw(Message, tag="withdraw"):
 
 
 class Plan(Message, tag="plan"):
-    """A generation. With `boundary` it is an offer, taken at the end of the iteration in which every member has it.
-
-    replica: ranks of a replica; the members are replica-major and the assignment is by the heads' slots
-    (:mod:`generations.layout`). joiners: slots that get the state of the source's replica, place by place. state:
-    (base, version) of the optimizer's shards from which all go on (:class:`structs.Shards`).
-    """
+    """A generation: its members, and the micro-batches of each."""
 
     generation: ranges.Count
     members: ranges.Slots
+    """Replica-major: the head of a replica comes first (:mod:`generations.layout`)."""
     store: ranges.NoName
     prefix: ranges.Kind
     boundary: bool = False
+    """It is an offer, taken at the end of the iteration in which every member has it."""
     joiners: ranges.Slots = []
+    """Slots that get the state of the source's replica, place by place."""
     source: ranges.Slot | None = None
     step: ranges.Count | None = None  # ranks that are synced at this iteration step
     iteration: ranges.Iteration | None = None
     assignment: ranges.Assignment = {}
+    """Micro-batches by the slot of a replica's head."""
     reason: ranges.Reason = ""
     replica: ranges.Replica = 1
+    """Ranks of a replica."""
     state: ranges.State | None = None
+    """(base, version) of the optimizer's shards from which all go on (:class:`structs.Shards`)."""
 
 
 class PlanShare(Message, tag="plan_share"):
-    """A :class:`Plan` for one agent: the common part, encoded once for all, and the micro-batches of the replicas in
-    which it has a slot. peers: all agents of the generation, for its proposers only. doors: in restart mode, host:port
-    of other agents of the generation."""
+    """A :class:`Plan` for one agent."""
 
     common: msgspec.Raw
+    """The part that is the same for all agents (`shared_plans.PlanCommon`), encoded once."""
     assignment: ranges.Assignment = {}
+    """The micro-batches of the replicas in which the agent has a slot."""
     peers: Annotated[list[Peer], Meta(max_length=ranges.MOST_ELEMENTS)] = []
+    """All agents of the generation, for its proposers only."""
     doors: Annotated[list[ranges.NoName], Meta(max_length=ranges.MOST_DOORS)] = []
+    """In restart mode: host:port of other agents of the generation."""
 
 
 class Cut(Message, tag="cut"):
-    """Keep the training state of `iteration` (-1: of none) when it comes, and give `parts` of it to `targets`; of a
-    script without a session, the first state that it saves from then on.
-
-    good: the iteration whose state is in enough nodes and stays until then; older states are not needed. none: no
-    copies are needed any more, so keep nothing and delete what is there. number: the highest one counts, because
-    iterations may begin anew from an old file, and targets change.
-    """
+    """Keep the training state of `iteration` when it comes, and give `parts` of it to `targets`."""
 
     iteration: ranges.Iteration
+    """-1: of none. For a script without a session: the first state that it saves from then on."""
     number: ranges.Count = 0
+    """The highest one counts, because iterations may begin anew from an old file, and targets change."""
     good: ranges.Iteration = -1
+    """The iteration whose state is in enough nodes and stays until then; older states are not needed."""
     parts: ranges.Count = 1
     none: bool = False
+    """No copies are needed any more: keep nothing and delete what is there."""
     targets: Annotated[list[Holder], Meta(max_length=ranges.MOST_TAKERS)] = []
 
 
@@ -380,23 +371,22 @@ class Fetch(Message, tag="fetch"):
 
 
 class StartRank(Message, tag="start_rank"):
-    """Start the rank again in place, unless it already is this incarnation or a later one. layout: as in
-    :class:`Welcome`."""
+    """Start the rank again in place, unless it already is this incarnation or a later one."""
 
     slot: ranges.Slot
     incarnation: ranges.Incarnation
     reason: ranges.Reason
-    layout: ranges.Kind = ""
+    layout: ranges.Kind = ""  # as in `Welcome`
 
 
 class StopRank(Message, tag="stop_rank"):
-    """Kill the rank's process if it is still this incarnation. save: ask it to save its state and end by itself; the
-    order is repeated without `save` when its time is over."""
+    """Kill the rank's process if it is still this incarnation."""
 
     slot: ranges.Slot
     incarnation: ranges.Incarnation
     reason: ranges.Reason
     save: bool = False
+    """Ask it to save its state and end by itself. The order is repeated without `save` when its time is over."""
 
 
 class Stacks(Message, tag="stacks"):
@@ -423,12 +413,13 @@ class End(Message, tag="end"):
 
 
 class Release(Message, tag="released"):
-    """An agent whose element has to end need not wait any more. out: its ranks have left the job, which goes on;
-    otherwise the job cannot go on without them, and the agent saves their state. stay: Slurm preempts the element, and
-    starts it again only if it has not ended by itself."""
+    """An agent whose element has to end need not wait any more."""
 
     out: bool
+    """Its ranks have left the job, which goes on. Otherwise the job cannot go on without them, and the agent saves
+    their state."""
     stay: bool = False
+    """Slurm preempts the element, and starts it again only if it has not ended by itself."""
 
 
 class Grace(Message, tag="grace"):
@@ -439,11 +430,11 @@ class Grace(Message, tag="grace"):
 
 
 class Note(Message, tag="note"):
-    """A line for the job's log. at_end: write it when the job ends; the last such line counts, and an empty one deletes
-    it."""
+    """A line for the job's log."""
 
     text: ranges.Text
     at_end: bool = False
+    """Write it when the job ends. The last such line counts, and an empty one deletes it."""
 
 
 # ---------------------------------------------------------------- unicronctl -> controller
@@ -520,7 +511,7 @@ class _VersionOnly(msgspec.Struct):
 def _number(data: bytes, form: Format) -> int:
     """Return the version of a message that does not fit; this side's own if it has none."""
     try:
-        found: int = decoder(_VersionOnly).decode(data).v
+        number: int = decoder(_VersionOnly).decode(data).v
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return form.number
-    return found
+    return number

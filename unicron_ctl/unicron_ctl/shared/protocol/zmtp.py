@@ -54,8 +54,12 @@ class Keys:
 class Session:
     """The protocol's state.
 
-    keys: None without encryption. most: bytes of a message. ready: the handshake is done. key: the peer's public key,
-    in Z85, or "". reply: bytes for the peer; the sender empties it.
+    Parameters
+    ----------
+    keys
+        None without encryption.
+    most
+        The largest number of bytes of a message.
     """
 
     def __init__(self, keys: Keys | None, most: int) -> None:
@@ -67,9 +71,11 @@ class Session:
         self._box: bytes | None = None  # the key that both sides share
         self._theirs, self._nonce = 0, 0  # the last number of each side
         self._pair, self._cookie = (b"", b""), b""
-        self.key, self.ready = "", False
+        self.key = ""  # the peer's public key, in Z85, or empty
+        self.ready = False  # the handshake is done
         mechanism = b"NULL" if keys is None else b"CURVE"
         self.reply = bytearray(b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32))
+        """Bytes for the peer. The sender empties it."""
 
     @property
     def held(self) -> int:
@@ -220,9 +226,9 @@ class Session:
         if len(body) < _INITIATE_BYTES or body[9:105] != cookie:
             raise ProtocolError("an INITIATE that is none")
         box = self._box_of(theirs, self._pair[1])
-        found = self._open(box, body[113:], b"CurveZMQINITIATE" + body[105:113])
-        key, vouch = found[:32], found[48 : 48 + _VOUCH_BYTES]
-        vouched = self._open(self._box_of(key, self._pair[1]), vouch, b"VOUCH---" + found[32:48])
+        content = self._open(box, body[113:], b"CurveZMQINITIATE" + body[105:113])
+        key, vouch = content[:32], content[48 : 48 + _VOUCH_BYTES]
+        vouched = self._open(self._box_of(key, self._pair[1]), vouch, b"VOUCH---" + content[32:48])
         if vouched != theirs + self._keys.public:
             raise ProtocolError("its key is not proven")
         self._theirs, self._nonce = _SIZE.unpack_from(body, 105)[0], 1

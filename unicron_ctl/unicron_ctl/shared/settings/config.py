@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
@@ -211,14 +211,16 @@ Section = ControllerConfig | AgentConfig | PlannerConfig | HealthConfig | Notify
 
 
 class Config(msgspec.Struct, kw_only=True):
-    """The whole file. severity: the admin's own rules, as the classifier reads them."""
+    """The whole file."""
 
     controller: ControllerConfig = msgspec.field(default_factory=ControllerConfig)
     agent: AgentConfig = msgspec.field(default_factory=AgentConfig)
     health: HealthConfig = msgspec.field(default_factory=HealthConfig)
     notify: NotifyConfig = msgspec.field(default_factory=NotifyConfig)
     severity: dict[str, Any] = {}
+    """The admin's own rules, as the classifier reads them."""
     path: str = ""
+    """Empty without a file."""
 
     def classifier(self) -> Classifier:
         """Return the shipped severity table with the admin's rules before it."""
@@ -243,18 +245,18 @@ def problems(section: Section, environment: Mapping[str, str] | None = None) -> 
     environment: unicrond's, to check the limits of agents, ranks and plugin as well.
     """
     wrong = {field.name: problem for field in fields_of(type(section)) if (problem := _field_problem(section, field))}
-    found = list(wrong.values())
+    lines = list(wrong.values())
     if isinstance(section, NotifyConfig):
-        found += wrong_targets(section).values()
+        lines += wrong_targets(section).values()
     if isinstance(section, ControllerConfig):
         values, variables = rule_values(section, environment)
         # Rules that a value out of range breaks would say nothing new.
         sound = {name: value for name, value in values.items() if name not in wrong}
         if {"heartbeat_period", "lease_periods"} & wrong.keys():
             sound.pop("lease")
-        found += [*variables, *limits.contradictions(sound, section.slurm != "none")]
-        found += _standby_problems(section) if "metrics" not in wrong else []
-    return found
+        lines += [*variables, *limits.contradictions(sound, section.slurm != "none")]
+        lines += _standby_problems(section) if "metrics" not in wrong else []
+    return lines
 
 
 def _standby_problems(section: ControllerConfig) -> list[str]:
@@ -315,20 +317,13 @@ def _field_problem(section: msgspec.Struct, field: msgspec.structs.FieldInfo) ->
     for note in getattr(allowed, "__metadata__", ()):
         if isinstance(note, Range):
             return note.problem(field.name, value)
-    match field.name:
-        case "listen":
-            return listen_problem(value)
-        case "address":
-            return address_problem(value)
-        case "skip" if isinstance(section, HealthConfig):
+    if isinstance(section, HealthConfig):
+        if field.name == "skip":
             return skip_problem(value, section.programs)
-        case "programs":
+        if field.name == "programs":
             return next((wrong for name in value if (wrong := program_problem(name, value[name], [*CHECKS]))), "")
-        case "metrics":
-            return metrics_problem(value)
-        case "web_url":
-            return web_url_problem(value)
-    return ""
+    problem = _PROBLEMS.get(field.name)
+    return problem(value) if problem is not None else ""
 
 
 def skip_problem(value: tuple[str, ...], programs: Collection[str] = ()) -> str:
@@ -368,12 +363,21 @@ def listen_problem(value: str) -> str:
 
 def address_problem(value: str | list[str]) -> str:
     """Return the problem of the controller's addresses for others, or ""."""
-    found = split_addresses(value) if isinstance(value, str) else value
-    if len(found) > MOST_CONTROLLERS:
-        return f"address: {len(found)} of them: one and a standby are enough, {MOST_CONTROLLERS} are the most"
-    for one in found:
+    addresses = split_addresses(value) if isinstance(value, str) else value
+    if len(addresses) > MOST_CONTROLLERS:
+        return f"address: {len(addresses)} of them: one and a standby are enough, {MOST_CONTROLLERS} are the most"
+    for one in addresses:
         host, _, port = one.removeprefix("tcp://").rpartition(":")
         if listen_problem(one) or not int(port) or not host or host in ALL_ADDRESSES:
             return f'address = "{one}": write tcp://HOST:PORT, the name of unicrond\'s host as all nodes know it'
-    twice = next((one for one in found if found.count(one) > 1), "")
+    twice = next((one for one in addresses if addresses.count(one) > 1), "")
     return f'address = "{twice}": named twice' if twice else ""
+
+
+# Of settings whose text has a form of its own.
+_PROBLEMS: dict[str, Callable[[Any], str]] = {
+    "listen": listen_problem,
+    "address": address_problem,
+    "metrics": metrics_problem,
+    "web_url": web_url_problem,
+}

@@ -43,8 +43,8 @@ def load(path: str | Path | None = None, environment: Mapping[str, str] = os.env
     """Return the checked configuration from `path`, the search path, or all defaults. Raises UserError, one line.
 
     Problems of [notify] do not count, because only unicrond reads it."""
-    config, found = _read(path, environment)
-    refuse(config.path, without_notify(found) or without_notify(all_problems(config)))
+    config, problems = _read(path, environment)
+    refuse(config.path, without_notify(problems) or without_notify(all_problems(config)))
     return config
 
 
@@ -53,8 +53,8 @@ def load_valid_part(
 ) -> tuple[Config, list[str]]:
     """Return the valid part of the file, and its problems in one line each. For a node's health checks: a mistake in
     one line must not switch off the others. Raises UserError for a file that cannot be read at all."""
-    config, found = _read(path, environment)
-    return config, found + all_problems(config)
+    config, problems = _read(path, environment)
+    return config, problems + all_problems(config)
 
 
 def examine(
@@ -62,29 +62,29 @@ def examine(
 ) -> tuple[Config, list[str]]:
     """Return the valid part of the file, and all its problems in one line each, including those of unicrond's own
     parts. listen: replaces the file's. Raises UserError for a file that cannot be read at all."""
-    config, found = _read(path, environment)
+    config, problems = _read(path, environment)
     config.controller.listen = listen or config.controller.listen
     ours = loopback_problems(config.controller) + notify_problems(config.notify)
-    return config, found + all_problems(config, environment) + ours
+    return config, problems + all_problems(config, environment) + ours
 
 
-def without_notify(found: Sequence[str]) -> list[str]:
+def without_notify(problems: Sequence[str]) -> list[str]:
     """Return the problems without those of [notify], which only disable its targets."""
-    return [line for line in found if not line.startswith(NOTIFY)]
+    return [line for line in problems if not line.startswith(NOTIFY)]
 
 
-def refuse(path: str, found: Sequence[str]) -> None:
+def refuse(path: str, problems: Sequence[str]) -> None:
     """Raise UserError with the first of the problems, if there is one, as wrong use, after which systemd does not
     restart the program. A file that cannot be read is no wrong use, because it may not be mounted yet."""
-    if found:
-        more = f" (and {len(found) - 1} more: `unicrond --check` prints all)" if len(found) > 1 else ""
-        raise UserError(f"{path or 'configuration'}: {found[0]}{more}", WRONG_USE)
+    if problems:
+        more = f" (and {len(problems) - 1} more: `unicrond --check` prints all)" if len(problems) > 1 else ""
+        raise UserError(f"{path or 'configuration'}: {problems[0]}{more}", WRONG_USE)
 
 
 def parse(raw: Mapping[str, Any], path: str = "") -> Config:
     """Return the checked configuration in a mapping that was read from TOML. Raises UserError."""
-    config, found = parse_sections(raw, path)
-    refuse(path, found or all_problems(config))
+    config, problems = parse_sections(raw, path)
+    refuse(path, problems or all_problems(config))
     return config
 
 
@@ -110,77 +110,78 @@ def _read(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Conf
 def parse_sections(raw: Mapping[str, Any], path: str = "") -> tuple[Config, list[str]]:
     """Return the configuration in a mapping that was read from TOML, with defaults for invalid parts, and these parts'
     problems."""
-    found = [_unknown(section) for section in raw if section not in SECTIONS]
-    controller = _section(ControllerConfig, "controller", raw, found)
-    controller.partitions = _partitions(raw.get("partition", {}), found)
-    controller.planner = _section(PlannerConfig, "planner", raw, found)
-    agent = _section(AgentConfig, "agent", raw, found)
-    health = _section(HealthConfig, "health", raw, found)
-    notify = _section(NotifyConfig, "notify", raw, found)
-    severity = _severity(raw.get("severity", {}), found)
-    return Config(controller=controller, agent=agent, health=health, notify=notify, severity=severity, path=path), found
+    problems = [_unknown(section) for section in raw if section not in SECTIONS]
+    controller = _section(ControllerConfig, "controller", raw, problems)
+    controller.partitions = _partitions(raw.get("partition", {}), problems)
+    controller.planner = _section(PlannerConfig, "planner", raw, problems)
+    agent = _section(AgentConfig, "agent", raw, problems)
+    health = _section(HealthConfig, "health", raw, problems)
+    notify = _section(NotifyConfig, "notify", raw, problems)
+    severity = _severity(raw.get("severity", {}), problems)
+    config = Config(controller=controller, agent=agent, health=health, notify=notify, severity=severity, path=path)
+    return config, problems
 
 
 def _unknown(section: str) -> str:
     near = difflib.get_close_matches(section, SECTIONS, 1)
-    known = ", ".join(f"[{one}]" for one in SECTIONS)
-    return f"unknown section [{section}]" + (f"; did you mean [{near[0]}]?" if near else f": use one of {known}")
+    sections = ", ".join(f"[{one}]" for one in SECTIONS)
+    return f"unknown section [{section}]" + (f"; did you mean [{near[0]}]?" if near else f": use one of {sections}")
 
 
-def _severity(given: object, found: list[str]) -> dict[str, Any]:
+def _severity(table: object, problems: list[str]) -> dict[str, Any]:
     """Return the admin's own rules, if they can be used."""
     try:
-        if given != {}:  # the shipped table alone is sound
-            default_classifier().load({"severity": given})
+        if table != {}:  # the shipped table alone is sound
+            default_classifier().load({"severity": table})
     except SeverityTableError as error:
         why = str(error).removeprefix("severity table: ")
-        found.append(why if why.startswith("[severity]") else f"[severity] {why}")
+        problems.append(why if why.startswith("[severity]") else f"[severity] {why}")
         return {}
-    return dict(cast(Mapping[str, Any], given))
+    return dict(cast(Mapping[str, Any], table))
 
 
 Section = TypeVar("Section", ControllerConfig, AgentConfig, PlannerConfig, PartitionConfig, HealthConfig, NotifyConfig)
 
 
-def _section(kind: type[Section], name: str, raw: Mapping[str, Any], found: list[str]) -> Section:
-    given = raw.get(name, {})
-    if not isinstance(given, Mapping):
-        found.append(f"[{name}] must be a section")
+def _section(kind: type[Section], name: str, raw: Mapping[str, Any], problems: list[str]) -> Section:
+    table = raw.get(name, {})
+    if not isinstance(table, Mapping):
+        problems.append(f"[{name}] must be a section")
         return kind()
-    return _table(kind, name, given, found)
+    return _table(kind, name, table, problems)
 
 
-def _partitions(raw: object, found: list[str]) -> dict[str, PartitionConfig]:
+def _partitions(raw: object, problems: list[str]) -> dict[str, PartitionConfig]:
     if not isinstance(raw, Mapping):
-        found.append("[partition] must hold tables: write [partition.NAME]")
+        problems.append("[partition] must hold tables: write [partition.NAME]")
         return {}
     tables = {}
-    for name, given in raw.items():
-        if isinstance(given, Mapping):
-            tables[name] = _table(PartitionConfig, f"partition.{name}", given, found)
+    for name, table in raw.items():
+        if isinstance(table, Mapping):
+            tables[name] = _table(PartitionConfig, f"partition.{name}", table, problems)
         else:
             meant = DEFAULT if name in PartitionConfig.__struct_fields__ else name
-            found.append(f"[partition] {name} is no table: write [partition.{meant}]")
+            problems.append(f"[partition] {name} is no table: write [partition.{meant}]")
     return tables
 
 
-def _table(kind: type[Section], title: str, given: Mapping[str, Any], found: list[str]) -> Section:
+def _table(kind: type[Section], title: str, table: Mapping[str, Any], problems: list[str]) -> Section:
     """Make the struct of one table. Each field is converted by itself, so that every error is found."""
     types = {field.name: field.type for field in fields_of(kind) if field.name not in OTHER_TABLES}
     values: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in table.items():
         if key not in types:
             near = difflib.get_close_matches(key, types, 1)
             hint = (
                 f"; did you mean {near[0]}?" if near else f": use one of {', '.join(types)}" if len(types) < 9 else ""
             )
-            found.append(f"[{title}] {key}: unknown key{hint}")
+            problems.append(f"[{title}] {key}: unknown key{hint}")
             continue
         try:
             # A wrong word for a Literal is reported by `problems`, with the others of its section.
             values[key] = msgspec.convert(value, str if get_origin(types[key]) is Literal else types[key])
         except msgspec.ValidationError as error:
-            found.append(f"[{title}] {key}: {_reason(key, value, error)}")
+            problems.append(f"[{title}] {key}: {_reason(key, value, error)}")
     return kind(**values)
 
 

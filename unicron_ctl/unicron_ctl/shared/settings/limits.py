@@ -20,11 +20,11 @@ ORPHAN_SECONDS = 600.0
 
 
 class Range(NamedTuple):
-    """The range of a number, both ends included. zero: 0 is also allowed, and switches the setting off."""
+    """The range of a number, both ends included."""
 
     low: float
     high: float
-    zero: bool = False
+    zero: bool = False  # 0 is also allowed, and switches the setting off
     why: str = ""
 
     def __str__(self) -> str:
@@ -38,14 +38,14 @@ class Range(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule: `low` must be below `high`, or also equal to it if `equal` is set. Each side is a sum of names: a field
-    of [controller], `lease`, or a key of FIXED_LIMITS or VARIABLES. slurm: only for a controller with Slurm."""
+    """A rule: `low` must be below `high`. Each side is a sum of names: a field of [controller], `lease`, or a key of
+    FIXED_LIMITS or VARIABLES."""
 
     low: str
     high: str
     why: str
-    equal: bool = False
-    slurm: bool = False
+    equal: bool = False  # they may be equal
+    slurm: bool = False  # only for a controller with Slurm
 
 
 FIXED_LIMITS = {"PLANNED_SECONDS": PLANNED_SECONDS, "ORPHAN_SECONDS": ORPHAN_SECONDS}
@@ -153,7 +153,7 @@ def number(value: float) -> str:
 
 def fixed_values(environment: Mapping[str, str]) -> tuple[dict[str, float], list[str]]:
     """Return the values of FIXED_LIMITS and VARIABLES by name, and the problems of those that the environment sets."""
-    values, found = {**FIXED_LIMITS, **VARIABLES}, []
+    values, problems = {**FIXED_LIMITS, **VARIABLES}, []
     for name in VARIABLES:
         if text := environment.get(name):
             try:
@@ -162,13 +162,13 @@ def fixed_values(environment: Mapping[str, str]) -> tuple[dict[str, float], list
                 values[name] = math.nan
             if not 0 <= values[name] < math.inf:
                 del values[name]
-                found.append(f"{name} = {text!r} must be a number of seconds, 0 or more")
-    return values, found
+                problems.append(f"{name} = {text!r} must be a number of seconds, 0 or more")
+    return values, problems
 
 
 def contradictions(values: Mapping[str, float], slurm: bool = True, rules: Iterable[Rule] = RULES) -> list[str]:
     """Return every rule that is broken, in one line each. A rule with a name that has no value is left out."""
-    found = []
+    broken = []
     for rule, low, high in _applicable(rules, values, slurm):
         if low < high or (rule.equal and low == high):
             continue
@@ -177,8 +177,8 @@ def contradictions(values: Mapping[str, float], slurm: bool = True, rules: Itera
             subject, words, other = (rule.high, high), "at least" if rule.equal else "above", (rule.low, low)
         else:
             subject, words, other = (rule.low, low), "at most" if rule.equal else "below", (rule.high, high)
-        found.append(f"{_text(*subject)} must be {words} {_text(*other)}: {rule.why}")
-    return found
+        broken.append(f"{_text(*subject)} must be {words} {_text(*other)}: {rule.why}")
+    return broken
 
 
 def rule_lines(values: Mapping[str, float], slurm: bool = True) -> list[str]:

@@ -1,4 +1,4 @@
-"""Reads the meaning of each setting from the docstring below it, which only the source has."""
+"""Reads the meanings of settings and fields from the docstrings below them, which only the source has."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ import msgspec
 
 def docstrings(body: Sequence[ast.stmt]) -> dict[str, str]:
     """Return the docstring below each assignment, by the assigned name."""
-    found = {}
+    texts = {}
     for line, below in pairwise(body):
         match line, below:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
                 ast.Expr(value=ast.Constant(value=str(text))),
             ):
-                found[name] = " ".join(text.split())
-    return found
+                texts[name] = " ".join(text.split())
+    return texts
 
 
-def meanings(section: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the meaning of each field of a section. Raises OSError if the source is not installed."""
-    (definition,) = ast.parse(inspect.getsource(section)).body
-    assert isinstance(definition, ast.ClassDef)
-    return docstrings(definition.body)
+def meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the meaning of each field that has a docstring. Raises OSError if the source is not installed."""
+    texts: dict[str, str] = {}
+    for one in reversed(kind.__mro__[: kind.__mro__.index(msgspec.Struct)]):
+        (definition,) = ast.parse(inspect.getsource(one)).body
+        assert isinstance(definition, ast.ClassDef)
+        texts |= docstrings(definition.body)
+    return texts

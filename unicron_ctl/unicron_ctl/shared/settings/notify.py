@@ -62,11 +62,11 @@ class Secrets(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def wrong_targets(config: NotifyConfig) -> dict[str, str]:
     """Return the problems of the section itself: by the key of each target, in one line each."""
-    found = {"mail": _mail_problem(config)}
+    problems = {"mail": _mail_problem(config)}
     for key in ("hook", "secrets"):
         if (path := getattr(config, key)) and not os.path.isabs(path):
-            found[key] = f'{key} = "{path}": write an absolute path'
-    return {key: problem for key, problem in found.items() if problem}
+            problems[key] = f'{key} = "{path}": write an absolute path'
+    return {key: problem for key, problem in problems.items() if problem}
 
 
 def _mail_problem(config: NotifyConfig) -> str:
@@ -88,13 +88,13 @@ def _is_mail(text: str) -> bool:
 def notify_problems(config: NotifyConfig) -> list[str]:
     """Return the problems of the hook and the secrets on this machine, in one line each; for unicrond."""
     wrong = wrong_targets(config)
-    found = [unfit(config.hook)] if config.hook and "hook" not in wrong else []
+    problems = [unfit(config.hook)] if config.hook and "hook" not in wrong else []
     try:
         if "secrets" not in wrong:
             load_secrets(config)
     except UserError as error:
-        found.append(str(error))
-    return [f"[notify] {line}" for line in found if line]
+        problems.append(str(error))
+    return [f"[notify] {line}" for line in problems if line]
 
 
 def usable(config: NotifyConfig) -> tuple[NotifyConfig, Secrets, bool]:
@@ -135,18 +135,18 @@ def load_secrets(config: NotifyConfig) -> Secrets:
                 raise UserError(
                     f"{path}: others can read it, or own it: `chown` it to unicrond's user and `chmod 600 {path}`"
                 )
-            given = msgspec.convert(tomllib.load(file), Secrets)
+            secrets = msgspec.convert(tomllib.load(file), Secrets)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError):
         raise UserError(f"{path}: not TOML") from None
     except msgspec.ValidationError as error:
-        known = ", ".join(Secrets.__struct_fields__)
-        raise UserError(f"{path}: {str(error).partition(' - ')[0]}: its keys are {known}") from None
+        keys = ", ".join(Secrets.__struct_fields__)
+        raise UserError(f"{path}: {str(error).partition(' - ')[0]}: its keys are {keys}") from None
     for name in ("slack", "webhook"):
-        if (url := getattr(given, name)) and not _is_safe(url):
+        if (url := getattr(secrets, name)) and not _is_safe(url):
             raise UserError(f"{path}: {name} has to be an https:// URL")
-    return given
+    return secrets
 
 
 def _is_safe(url: str) -> bool:

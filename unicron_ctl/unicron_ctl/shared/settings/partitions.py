@@ -96,7 +96,7 @@ class Rules:
 
     def most_weight(self, account: str, qos: str) -> float:
         """Return the largest weight that a job of this account and QOS may claim."""
-        claims = [known[name] for known, name in ((self.accounts, account), (self.qos, qos)) if name in known]
+        claims = [weights[name] for weights, name in ((self.accounts, account), (self.qos, qos)) if name in weights]
         return max(claims, default=self.max_weight)
 
 
@@ -118,10 +118,10 @@ def rules(partitions: Mapping[str, PartitionConfig], name: str) -> Rules:
     )
 
 
-def strictest(found: Iterable[Rules]) -> Rules:
-    """Return the rules for a job that may run in several partitions: what all of them allow. `found` must not be
-    empty."""
-    listed = list(found)
+def strictest(several: Iterable[Rules]) -> Rules:
+    """Return the rules for a job that may run in several partitions: what all of them allow. There is at least
+    one."""
+    listed = list(several)
     first = min(listed, key=lambda one: (_STRICTEST.index(one.mode), len(one.actions)))
     if len(listed) == 1:
         return first

@@ -24,8 +24,12 @@ def event(number: int, record: Record | None = None, job: str = "1") -> Event:
     return Event(number, 1000.0 + number, job, 0, record or records.WorldProved(reason="ü"))
 
 
-def test_what_was_appended_is_there_after_a_crash(tmp_path: Path) -> None:
-    store = Store(tmp_path / "events.sqlite")
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "events.sqlite")
+
+
+def test_what_was_appended_is_there_after_a_crash(store: Store, tmp_path: Path) -> None:
     written = [event(1, records.ElementsAllotted(elements=[0, 2], leaving=[], reason="ü")), event(2, job="2")]
     store.append(written)
     again = Store(tmp_path / "events.sqlite")  # the first one is not closed: its process was killed
@@ -35,32 +39,29 @@ def test_what_was_appended_is_there_after_a_crash(tmp_path: Path) -> None:
     ] == [1]
 
 
-def test_the_tail_gives_the_newest_without_a_start_and_the_next_with_one(tmp_path: Path) -> None:
-    store = Store(tmp_path / "events.sqlite")
+def test_the_tail_gives_the_newest_without_a_start_and_the_next_with_one(store: Store) -> None:
     store.append([event(n) for n in range(1, 11)])
     assert [e.id for e in store.tail(limit=3).events] == [8, 9, 10]
     assert [e.id for e in store.tail(after=2, limit=3).events] == [3, 4, 5]
 
 
-def test_time_goes_on_from_the_log_where_the_machines_clock_was_put_back(tmp_path: Path) -> None:
-    store = Store(tmp_path / "events.sqlite")
+def test_time_goes_on_from_the_log_where_the_machines_clock_was_put_back(store: Store) -> None:
     assert store.time(950.0) == 950.0
     store.append([event(1), event(10)])
     assert [store.time(now) for now in (950.0, 1010.5, 1070.0)] == [1010.0, 1010.5, 1070.0]
     assert store.time(1010.0 - 4000.0) == 1010.0 - 4000.0  # it was the log that was wrong
 
 
-def test_events_of_a_kind_are_found_without_reading_the_others(tmp_path: Path) -> None:
+def test_events_of_a_kind_are_found_without_reading_the_others(store: Store) -> None:
     """A week's log holds millions."""
-    store, work = Store(tmp_path / "events.sqlite"), list[int]()
+    work = list[int]()
     store.append([event(n) for n in range(1, 20_001)] + [event(20_001, records.JobEnded(code=0))])
     store._db.set_progress_handler(lambda: work.append(1), 100)  # called once for so many steps of SQLite's machine
     assert [e.id for e in store.of_kinds((records.JobEnded, records.ActionObserved))] == [20_001]
     assert len(work) < 10
 
 
-def test_a_batch_is_stored_whole_or_not_at_all(tmp_path: Path) -> None:
-    store = Store(tmp_path / "events.sqlite")
+def test_a_batch_is_stored_whole_or_not_at_all(store: Store) -> None:
     store.append([event(1)])
     with pytest.raises(StoreError):
         store.append([event(2), event(1)])
@@ -92,8 +93,7 @@ def test_the_log_of_another_release_is_refused_with_what_to_do(tmp_path: Path, v
     assert f"written by {who}" in said and "move it away" in said and "\n" not in said
 
 
-def test_the_log_does_without_the_steps_of_an_undisturbed_run(tmp_path: Path) -> None:
-    store = Store(tmp_path / "events.sqlite")
+def test_the_log_does_without_the_steps_of_an_undisturbed_run(store: Store) -> None:
     broken, entered = records.Break(number=1, lost=[]), records.GenerationEntered(members=2)
     story = [entered, *[STEP] * 100, broken, *[STEP] * 5, None, *[STEP] * 5]
     store.append([event(number, record, "1" if record else "2") for number, record in enumerate(story, 1)])
@@ -103,8 +103,7 @@ def test_the_log_does_without_the_steps_of_an_undisturbed_run(tmp_path: Path) ->
     assert store.thin() == 0 and store.thin(50) == 0
 
 
-def test_the_two_newest_states_are_kept(tmp_path: Path) -> None:
-    store = Store(tmp_path / "events.sqlite")
+def test_the_two_newest_states_are_kept(store: Store) -> None:
     assert store.states() == []
     store.append([event(1), event(2), event(3)])
     for number, state in ((1, b"first"), (2, b"older"), (3, b"newer"), (3, b"again")):
@@ -138,9 +137,8 @@ def test_a_state_that_others_may_have_written_is_not_run_and_said(tmp_path: Path
     assert note.exists(), "the test itself would see it"
 
 
-def test_what_one_answer_loads_is_bounded(tmp_path: Path) -> None:
+def test_what_one_answer_loads_is_bounded(store: Store) -> None:
     """Defect: 5,000 plans of a large job are some GB."""
-    store = Store(tmp_path / "events.sqlite")
     large = records.WorldProved(reason="x" * (TAIL_BYTES // 4))
     store.append([event(n, large, str(n % 3)) for n in range(1, 41)])
     found = store.tail(limit=5000)
@@ -156,12 +154,11 @@ def test_what_one_answer_loads_is_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("jobs", [None, ["1"]])
 def test_what_one_answer_looks_at_is_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: list[str] | None
+    store: Store, monkeypatch: pytest.MonkeyPatch, jobs: list[str] | None
 ) -> None:
     """Defect: what was left out was not counted, and one question went through a user's whole log."""
-    rows = TAIL_ROWS // 20
+    rows, work = TAIL_ROWS // 20, list[int]()
     monkeypatch.setattr("unicron_ctl.shared.log.store.TAIL_ROWS", rows)
-    store, work = Store(tmp_path / "events.sqlite"), list[int]()
     last = 3 * rows
     store.append([event(1), *(event(n, STEP) for n in range(2, last)), event(last)])
     store._db.set_progress_handler(lambda: work.append(1), rows)  # called once for so many steps of SQLite

@@ -30,22 +30,25 @@ def event(number: int) -> Event:
     return Event(number, 1000.0 + number, "1", 0, records.WorldProved(reason=""))
 
 
+def held(folder: Path, *leased: bool, watch: Watch | None = None) -> None:
+    """Nobody else can begin a term on the folder."""
+    for lease in leased:
+        with pytest.raises(FolderHeld):
+            claim(folder, lease, watch)
+
+
 def frozen(first: Claim, watch: Watch, clock: Clock, folder: Path) -> Claim:
     """The claim of a standby after the holder of `first` has done nothing for a lease and a fifth."""
-    with pytest.raises(FolderHeld):
-        claim(folder, True, watch)
+    held(folder, True, watch=watch)
     clock.now += LEASE_SECONDS * STANDS_STILL - 0.1
-    with pytest.raises(FolderHeld):
-        claim(folder, True, watch)
+    held(folder, True, watch=watch)
     clock.now += 0.2
     return claim(folder, True, watch)
 
 
 def test_two_on_one_state_folder(tmp_path: Path) -> None:
     first = claim(tmp_path / "state", False)
-    for leased in (False, True):
-        with pytest.raises(FolderHeld):
-            claim(tmp_path / "state", leased)
+    held(tmp_path / "state", False, True)
     first.close()
     second = claim(tmp_path / "state", False)
     assert second.store.term > first.store.term and not second.stolen
@@ -75,8 +78,7 @@ def test_a_controller_without_a_lease_is_never_taken_over_while_it_lives(tmp_pat
     watch, first = Watch(clock), claim(tmp_path, False)
     for _ in range(3):
         clock.now += 1000.0
-        with pytest.raises(FolderHeld):
-            claim(tmp_path, True, watch)
+        held(tmp_path, True, watch=watch)
     first.close()
     claim(tmp_path, True, watch).close()
 
@@ -107,8 +109,7 @@ def test_a_lease_that_is_renewed_is_not_over(tmp_path: Path) -> None:
     for _ in range(5):
         clock.now += LEASE_SECONDS
         first.store.renew()
-        with pytest.raises(FolderHeld):
-            claim(tmp_path, True, watch)
+        held(tmp_path, True, watch=watch)
     first.close()
 
 
@@ -118,8 +119,7 @@ def test_the_end_of_a_frozen_controller_frees_nothing_of_the_next_ones(tmp_path:
     first = claim(tmp_path, True)
     second = frozen(first, Watch(clock), clock, tmp_path)
     first.close()
-    with pytest.raises(FolderHeld):
-        claim(tmp_path, True)
+    held(tmp_path, True)
     second.store.append([event(1)])
     second.close()
 
@@ -128,9 +128,7 @@ def test_a_log_that_was_exchanged_under_a_living_controller_is_not_begun(tmp_pat
     first = claim(tmp_path, False)
     for file in tmp_path.glob("events.sqlite*"):
         file.rename(tmp_path / f"old-{file.name}")
-    for leased in (False, True):
-        with pytest.raises(FolderHeld):
-            claim(tmp_path, leased)
+    held(tmp_path, False, True)
     first.close()
     claim(tmp_path, False).close()
 
@@ -143,9 +141,7 @@ def test_a_controller_with_a_higher_term_than_its_log_says_is_not_disturbed(tmp_
     first = claim(tmp_path, True)
     (tmp_path / "old").write_bytes(older)
     (tmp_path / "old").rename(tmp_path / term.LOG_FILE)
-    for _ in range(2):
-        with pytest.raises(FolderHeld):
-            claim(tmp_path, leased)
+    held(tmp_path, leased, leased)
     first.close()
     found = claim(tmp_path, leased)
     assert found.store.term > first.store.term

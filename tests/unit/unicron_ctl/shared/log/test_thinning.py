@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from benchmarks.cases.log_growth import Year
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.core.state_snapshot import read_state
-from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.shared.log import records, savings, store
 from unicron_ctl.shared.log.forgetting import used_bytes
 from unicron_ctl.shared.log.records import Event
@@ -20,6 +20,13 @@ from unicron_ctl.shared.protocol import wire
 
 LINE = "NVRM: Xid (PCI:0000:3b:00): 31, pid=4242, name=python, Ch 00000010, intr 00000000. MMU Fault"
 STEADY = records.WorldProved(reason="it trains")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Store]:
+    made = Store(tmp_path / "events.sqlite")
+    yield made
+    made.close()
 
 
 def live(world: World, job: str) -> None:
@@ -45,12 +52,6 @@ def live(world: World, job: str) -> None:
     world.run(1.0)
 
 
-def state_of(log: Store, state: ClusterState) -> None:
-    """Two saved states, as there are before anything goes."""
-    log.save_state(state.last_event - 1, b"older")
-    log.save_state(state.last_event, b"newer")
-
-
 def test_every_kind_says_how_long_it_stays() -> None:
     """Defect: a kind that nobody had thought of stayed for ever: node_health alone made 4.6 GB a year."""
     assert set(POLICIES) == set(records.KINDS.values())
@@ -58,18 +59,19 @@ def test_every_kind_says_how_long_it_stays() -> None:
     assert max(kept.seconds for kept in POLICIES.values()) == 14 * DAY
 
 
-def test_whatever_happened_goes_with_time_and_nothing_after_the_older_state(tmp_path: Path) -> None:
+def test_whatever_happened_goes_with_time_and_nothing_after_the_older_state(log: Store) -> None:
     """Defect: what was asked of Slurm, observed, or decided about nodes, never went."""
     world = World(FakeSlurm(6))
     for job in ("1", "2"):
         live(world, job)
-    log, state = Store(tmp_path / "events.sqlite"), world.core.state
+    state = world.core.state
     log.append(world.log)
     late = world.now + 15 * DAY
     assert not sum(log.forget(late, state.last_event)), "without saved states the log is all that there is"
     log.save_state(state.last_event, b"one")
     assert not sum(log.forget(late, state.last_event)), "if that one is damaged the log is all that there is"
-    state_of(log, state)
+    log.save_state(state.last_event - 1, b"older")
+    log.save_state(state.last_event, b"newer")
     assert not sum(log.forget(world.log[0].time, state.last_event)), "nothing is old"
     kinds = {event.kind for event in log.replay()}
     assert sum(log.forget(world.now + 2 * DAY, 0)) > 0
@@ -81,11 +83,9 @@ def test_whatever_happened_goes_with_time_and_nothing_after_the_older_state(tmp_
     assert {e.kind for e in log.replay() if e.id < newest} == {"entered", "job_ended"}, "likewise"
     assert sum(log.forget(late, newest))
     assert [event.id for event in log.replay()] == [newest], "it came after the older state"
-    log.close()
 
 
-def test_the_last_health_of_each_node_stays(tmp_path: Path) -> None:
-    log = Store(tmp_path / "events.sqlite")
+def test_the_last_health_of_each_node_stays(log: Store) -> None:
     health = [records.NodeHealth(node=f"n{n % 3}", source="i", verdict="good", checked_at=n) for n in range(3000)]
     log.append([Event(n + 1, float(n), "", 0, record) for n, record in enumerate(health)])
     log.append([Event(3001, 3000.0, "", 0, STEADY), Event(3002, 3000.0, "", 0, STEADY)])
@@ -94,15 +94,13 @@ def test_the_last_health_of_each_node_stays(tmp_path: Path) -> None:
     pieces = list(log.forget(30 * DAY, 0))
     assert len(pieces) >= 3 and max(pieces) <= store.FORGET_RECORDS
     assert [event.record.node for event in log.replay() if event.id < 3001] == ["n0", "n1", "n2"]
-    log.close()
 
 
 def test_beyond_its_largest_size_the_oldest_go_and_the_disk_gets_the_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "LARGEST_BYTES", 4 << 20)
     monkeypatch.setattr(store, "FREE_BYTES", 1 << 20)
-    log = Store(tmp_path / "events.sqlite")
     large = records.WorldProved(reason="x" * 10_000)
     for first in range(1, 2001, 100):
         log.append([Event(n, 1e9, "1", 1, large) for n in range(first, first + 100)])
@@ -115,7 +113,6 @@ def test_beyond_its_largest_size_the_oldest_go_and_the_disk_gets_the_room(
     log._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     assert before > 16 << 20 and log.path.stat().st_size < 6 << 20
     assert [event.id for event in log.replay()][-1] == 2000 and used_bytes(log._db) <= 4 << 20
-    log.close()
 
 
 def test_months_of_a_small_cluster_stay_small_and_start_from_a_saved_state(tmp_path: Path) -> None:

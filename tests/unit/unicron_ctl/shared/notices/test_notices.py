@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event, Record
-from unicron_ctl.shared.notices.notices import MOST_LISTED, Notice, Notices, compose
+from unicron_ctl.shared.notices.notices import KINDS, MOST_LISTED, Notice, Notices, compose
 
 HEALED = records.JobHealed(failures=[3, 4], cause="gpu_lost", node="n7", seconds=4.2, lost_seconds=9.6, nodes=8)
 
@@ -16,7 +16,7 @@ def told(*found: tuple[float, str, Record]) -> list[Notice]:
 
 
 def test_each_kind_of_event_that_somebody_should_hear_of_has_its_words(snapshot) -> None:
-    found = told(
+    log: list[tuple[float, str, Record]] = [
         (1.0, "", records.NeedsAdmin(key="suspect n3", node="n3", reason="n3 is a suspect")),
         (2.0, "7", HEALED),
         (3.0, "7", records.NodeLost(node="n7", element=1)),
@@ -24,13 +24,19 @@ def test_each_kind_of_event_that_somebody_should_hear_of_has_its_words(snapshot)
         (5.0, "", records.NeedsAdmin(key="suspect n3", over=True)),
         (6.0, "7", records.JobSetAside(input="x", reason="elements in two modes")),
         (7.0, "7", records.JobSetAside(input="x", where="core.py", reason="ZeroDivisionError")),
-    )
+        (8.0, "", records.MostSilent(silent=5, nodes=8)),
+        (9.0, "7", records.NodeIsolated(node="n8")),
+    ]
+    found = told(*log)
+    assert {type(record) for _, _, record in log} == set(KINDS)
     assert [(n.kind, n.job, n.node, n.id) for n in found] == [
         ("admin", "", "n3", 1),
         ("healed", "7", "n7", 2),
         ("left", "7", "n7", 3),
         ("left", "8", "n9", 4),
         ("admin", "7", "", 7),
+        ("admin", "", "", 8),
+        ("left", "7", "n8", 9),
     ]
     assert found[1].text == snapshot
 

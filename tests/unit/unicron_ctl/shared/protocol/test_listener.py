@@ -16,7 +16,7 @@ from tests.support.stranger import COMMAND, MORE, Stranger, framed
 from unicron_ctl.shared.protocol import listener as module
 from unicron_ctl.shared.protocol.encryption import new_pair
 from unicron_ctl.shared.protocol.listener import Connection, Listener, listening
-from unicron_ctl.shared.protocol.zmtp import Keys
+from unicron_ctl.shared.protocol.zmtp import LONG, Keys
 from unicron_ctl.shared.system.addresses import origin
 
 MOST = 1 << 20
@@ -83,6 +83,18 @@ def served(request: pytest.FixtureRequest, serve: Serve) -> Served:
 @pytest.fixture
 def raw(serve: Serve) -> Served:
     return serve(encrypted=False)
+
+
+def agent_and_strangers(served: Served, count: int) -> tuple[zmq.Socket[bytes], list[zmq.Socket[bytes]], Connection]:
+    """A known agent, so many strangers, and the agent's connection; all have sent a message."""
+    pair = new_pair()
+    agent, strangers = served.dealer(pair=pair), [served.dealer() for _ in range(count)]
+    for one in (agent, *strangers):
+        one.send(b"first")
+    served.until(lambda: len(served.heard) == count + 1, "all are here")
+    known = next(connection for connection, _ in served.heard if connection.session.key == pair[0])
+    served.listener.is_known(known)
+    return agent, strangers, known
 
 
 def stranger(served: Served) -> Stranger:
@@ -154,20 +166,14 @@ def test_commands_are_counted_by_time(monkeypatch: pytest.MonkeyPatch, serve: Se
 
 
 def test_more_than_one_frame_and_too_large_a_frame_end_the_connection_and_no_other(raw: Served, snapshot) -> None:
-    good, endless, large = stranger(raw), stranger(raw), stranger(raw)
-    endless.socket.sendall(b"\1\5hello")  # MORE
-    large.socket.sendall(b"\2" + (MOST + 1000).to_bytes(8, "big"))
-    raw.until(lambda: len(raw.refused) == 2, "both are refused")
+    good, endless, early, large = (stranger(raw) for _ in range(4))
+    endless.socket.sendall(bytes((MORE, 5)) + b"hello")
+    early.socket.sendall(bytes((MORE | LONG,)) + MOST.to_bytes(8, "big"))  # refused before it has come
+    large.socket.sendall(bytes((LONG,)) + (MOST + 1000).to_bytes(8, "big"))
+    raw.until(lambda: len(raw.refused) == 3, "all are refused")
     good.send(b"fine")
     raw.until(lambda: raw.heard, "it is heard")
     assert raw.listener.count == 1 and sorted(raw.refused) == snapshot
-
-
-def test_a_frame_that_says_more_is_refused_before_it_has_come(raw: Served) -> None:
-    one = stranger(raw)
-    one.socket.sendall(b"\3" + MOST.to_bytes(8, "big"))
-    raw.until(lambda: raw.refused, "it is refused")
-    assert MORE and not raw.listener.count
 
 
 def test_who_may_not_come_in_is_put_out(serve: Serve) -> None:
@@ -207,13 +213,7 @@ def test_one_look_takes_no_longer_than_it_may_and_the_rest_comes_next(raw: Serve
 
 def test_an_agent_is_heard_before_strangers(serve: Serve) -> None:
     served = serve()
-    pair = new_pair()
-    agent, flood = served.dealer(pair=pair), [served.dealer() for _ in range(3)]
-    for one in (agent, *flood):
-        one.send(b"first")
-    served.until(lambda: len(served.heard) == 4, "all are here")
-    known = next(connection for connection, _ in served.heard if connection.session.key == pair[0])
-    served.listener.is_known(known)
+    agent, flood, known = agent_and_strangers(served, 3)
     for one in flood:
         for _ in range(500):
             one.send(b"flood")
@@ -324,13 +324,7 @@ def test_a_peer_that_was_not_read_is_told_from_one_that_is_silent(raw: Served) -
 def test_agents_that_take_all_the_time_leave_some_to_strangers(serve: Serve) -> None:
     """Defect: while there was more to hear of agents than a turn had time for, a question was not even read."""
     served = serve()
-    pair = new_pair()
-    agent, asker = served.dealer(pair=pair), served.dealer()
-    for one in (agent, asker):
-        one.send(b"first")
-    served.until(lambda: len(served.heard) == 2, "both are here")
-    known = next(connection for connection, _ in served.heard if connection.session.key == pair[0])
-    served.listener.is_known(known)
+    agent, (asker,), _ = agent_and_strangers(served, 1)
     for _ in range(500):
         agent.send(b"step")
     asker.send(b"question")

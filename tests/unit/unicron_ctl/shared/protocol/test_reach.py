@@ -75,15 +75,10 @@ def test_our_own_trouble_is_no_word_about_the_node(
     assert reach("127.0.0.1:6818", 0.1) is Reach.UNKNOWN
 
 
-@pytest.mark.parametrize("code", [errno.EADDRNOTAVAIL, errno.ENETUNREACH, errno.EACCES])
-def test_a_network_that_is_not_there_on_this_side_says_nothing(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+@pytest.mark.parametrize("code", [errno.EADDRNOTAVAIL, errno.ENETUNREACH, errno.EACCES, errno.ECONNRESET])
+def test_an_error_on_this_side_and_a_reset_say_nothing(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A firewall, or a listener that has just ended with somebody in its queue, resets a connection."""
     monkeypatch.setattr(module.socket.socket, "connect_ex", lambda self, target: code, raising=False)
-    assert reach("127.0.0.1:6818", 0.1) is Reach.UNKNOWN
-
-
-def test_a_connection_that_is_reset_does_not_say_that_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A firewall, or a listener that has just ended with somebody in its queue, resets what was connected."""
-    monkeypatch.setattr(module.socket.socket, "connect_ex", lambda self, target: errno.ECONNRESET, raising=False)
     assert reach("127.0.0.1:6818", 0.1) is Reach.UNKNOWN
 
 

@@ -30,11 +30,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", omit_d
 
 
 class Event(msgspec.Struct, frozen=True, dict=True):
-    """A record in the log. time: seconds since the epoch, by the controller's clock. job: "" for none."""
+    """A record in the log."""
 
     id: int
-    time: float
-    job: str
+    time: float  # seconds since the epoch, by the controller's clock
+    job: str  # empty for none
     generation: int
     record: Record
 
@@ -80,6 +80,6 @@ def encode(record: Record) -> bytes:
 
 
 class Unreadable(Record, frozen=True, tag="unreadable"):
-    """Stands for a record of the log that this release cannot read. of: its kind."""
+    """Stands for a record of the log that this release cannot read."""
 
-    of: str
+    of: str  # its kind

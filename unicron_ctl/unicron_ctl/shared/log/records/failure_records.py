@@ -14,10 +14,10 @@ class EscalationFacts(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     scope: str
     severity: int
-    uptime: float | None
-    worked: bool
-    event: str
-    state: str
+    uptime: float | None  # seconds that the process had lived; None if unknown
+    worked: bool  # the process had finished an iteration
+    event: str  # a value of `escalation_table.Event`
+    state: str  # of the slot, a value of `escalation_table.State`
 
 
 class SeenExit(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,48 +29,44 @@ class SeenExit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureDetected(Record, frozen=True, tag="failure_detected"):
-    """The judge's verdict on a finding; the event's id is the failure's number.
+    """The judge's verdict on a finding; the event's id is the failure's number."""
 
-    kind_of_failure: rank | node | agent | network | hang | exception | transfer | action. source: as in the finding.
-    leave_out: slots without which the job has to go on. regroup: why a new generation is needed although no rank is
-    lost. noted: the time of a note. micro_batch: (iteration, index) that the rank computed when it failed. detected_in:
-    the highest generation at that time.
-    """
-
-    kind_of_failure: str
+    kind_of_failure: str  # rank | node | agent | network | hang | exception | transfer | action
     slots: list[int]
     severity: int
     cause: str
     action: str
     detected_by: str
-    source: str
+    source: str  # as in the finding
     element: int = -1
     node: str = ""
-    member: bool = False
+    member: bool = False  # a member of the job's generation has failed
     leave_out: dict[int, str] = {}
+    """Slots without which the job has to go on -> reason."""
     regroup: str = ""
-    wait_seconds: float = 0.0
+    """Why a new generation is needed although no rank is lost."""
+    wait_seconds: float = 0.0  # before its process starts again
     escalation: EscalationFacts | None = None
     exits: list[SeenExit] = []
-    iteration: int | None = None
-    micro_batch: tuple[int, int] | None = None
-    detected_in: int = 0
+    iteration: int | None = None  # that the rank computed
+    micro_batch: tuple[int, int] | None = None  # (iteration, index) that the rank computed when it failed
+    detected_in: int = 0  # the highest generation at that time
     exit_code: int | None = None
     pid: int | None = None
-    last_line: str = ""
-    lived: float | None = None
-    fault_at: float | None = None
-    noted: float | None = None
+    last_line: str = ""  # of the process's output
+    lived: float | None = None  # seconds from the start of the process to its end
+    fault_at: float | None = None  # the time of the exception, by the agent's clock
+    noted: float | None = None  # the time of a note: a fault that was corrected without the controller
 
 
 class FailureVerdict(Record, frozen=True, tag="failure_verdict"):
-    """A failure was judged anew; None leaves a field as it was. slurm: the state that Slurm showed."""
+    """A failure was judged anew; None leaves a field as it was."""
 
     failure: int
     severity: int | None = None
     cause: str | None = None
     action: str | None = None
-    slurm: str | None = None
+    slurm: str | None = None  # the state that Slurm showed
 
 
 class FailureAction(Record, frozen=True, tag="failure_action"):
@@ -81,34 +77,30 @@ class FailureAction(Record, frozen=True, tag="failure_action"):
 
 
 class LeaveOut(Record, frozen=True, tag="leave_out"):
-    """Members without which the job has to go on, slot -> reason; their failure was recorded before."""
+    """Members without which the job has to go on; their failure was recorded before."""
 
     failure: int
-    slots: dict[int, str]
+    slots: dict[int, str]  # slot -> reason
 
 
 class JobHealed(Record, frozen=True, tag="healed"):
-    """A job trains again after failures.
+    """A job trains again after failures."""
 
-    failures: their numbers. cause, node: of the first one. seconds: from the first failure to the next iteration.
-    lost_seconds: of the job's time, including repeated iterations. nodes: the job's number of nodes.
-    """
-
-    failures: list[int]
-    cause: str
-    seconds: float
-    lost_seconds: float
-    nodes: int
-    node: str = ""
+    failures: list[int]  # their numbers
+    cause: str  # of the first one
+    seconds: float  # from the first failure to the next iteration
+    lost_seconds: float  # of the job's time, including repeated iterations
+    nodes: int  # the job's number of nodes
+    node: str = ""  # of the first failure
 
 
 class ActionFailed(Record, frozen=True, tag="action_failed"):
-    """An action reached its time limit or was refused. slot: -1 if Slurm refused to take the node out of service."""
+    """An action reached its time limit or was refused."""
 
-    slot: int
+    slot: int  # -1 if Slurm refused to take the node out of service
     node: str
-    failed: str
-    action: str
+    failed: str  # the action that failed
+    action: str  # the next one
     severity: int
-    state: str = ""
-    failure: int = 0
+    state: str = ""  # of the slot, as in `EscalationFacts`
+    failure: int = 0  # its number, or 0

@@ -25,11 +25,11 @@ class LostProcess(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Break(Record, frozen=True, tag="break"):
-    """All generations up to `number` are over. tries: time-outs of entering in a row."""
+    """All generations up to `number` are over."""
 
     number: int
     lost: list[LostProcess]
-    tries: int = 0
+    tries: int = 0  # time-outs of entering in a row
     planned: bool = False  # nothing failed: the membership of a job in restart mode changes
     saved: int = -1  # restart mode: the newest iteration whose state was certainly saved
     repeated: int = 0  # restart mode: iterations since the last checkpoint
@@ -40,17 +40,17 @@ class PlanMade(Record, frozen=True, tag="plan"):
 
     plan: Plan
     crews: list[Crew]
-    reused: int = 0
-    recomputed: int = 0
-    redistributed: int = 0
+    reused: int = 0  # micro-batches kept in survivors' gradients
+    recomputed: int = 0  # finished ones that are computed again
+    redistributed: int = 0  # those of lost ranks that others compute
 
 
 class GenerationAdopted(Record, frozen=True, tag="adopted"):
-    """A generation that agents show and the log did not have. whole: all of its members are in it or entering it."""
+    """A generation that agents show and the log did not have."""
 
     plan: Plan
     crews: list[Crew]
-    whole: bool
+    whole: bool  # all of its members are in it or entering it
 
 
 class NumberUsed(Record, frozen=True, tag="number_used"):
@@ -82,19 +82,19 @@ class ElementReconnected(Record, frozen=True, tag="rejoined"):
 
 
 class Offer(Record, frozen=True, tag="offer"):
-    """A generation that begins at an iteration boundary; crews: of the joiners."""
+    """A generation that begins at an iteration boundary."""
 
     plan: Plan
-    crews: list[Crew]
+    crews: list[Crew]  # of the joiners
     joiners: list[int]
     leavers: list[int]
 
 
 class OfferWithdrawn(Record, frozen=True, tag="offer_withdrawn"):
-    """The job trains on without the offer. lost: newcomers that failed before they joined."""
+    """The job trains on without the offer."""
 
     number: int
-    lost: list[LostProcess] = []
+    lost: list[LostProcess] = []  # newcomers that failed before they joined
 
 
 class LastCopy(Record, frozen=True, tag="last_copy"):
@@ -105,7 +105,7 @@ class LastCopy(Record, frozen=True, tag="last_copy"):
 
 class GenerationEntered(Record, frozen=True, tag="entered"):
     members: list[int]
-    left: list[int] = []
+    left: list[int] = []  # members of the generation before that left at the boundary
 
 
 class Reform(Record, frozen=True, tag="reform"):
@@ -119,29 +119,27 @@ class LayoutWanted(Record, frozen=True, tag="layout_wanted"):
 
 
 class LayoutChosen(Record, frozen=True, tag="layout_chosen"):
-    """All ranks are started in this layout. save_seconds: the time for living ranks to save their state."""
+    """All ranks are started in this layout."""
 
     layout: str
-    save_seconds: float = 0.0
+    save_seconds: float = 0.0  # the time for living ranks to save their state
 
 
 class Step(Record, frozen=True, tag="step"):
-    """One iteration of the whole job. loss: None if it is not finite, which JSON cannot express. nan_since: the first
-    of the latest iterations without a finite loss, or -1. flops: of the iteration. unreported: the first hundred
-    micro-batches that no rank reported. ago: seconds since the iteration, if it was reported late."""
+    """One iteration of the whole job."""
 
     iteration: int
-    loss: float | None
+    loss: float | None  # None if it is not finite, which JSON cannot express
     seconds: float
     ranks: int
     nodes: int
-    flops: float
-    train_iterations: int
+    flops: float  # of the iteration
+    train_iterations: int  # of the whole training
     micro_batches: int
     computed: int
-    nan_since: int = -1
-    unreported: list[int] = []
-    ago: float = 0.0
+    nan_since: int = -1  # the first of the latest iterations without a finite loss, or -1
+    unreported: list[int] = []  # the first hundred micro-batches that no rank reported
+    ago: float = 0.0  # seconds since the iteration, if it was reported late
 
 
 class WorldProved(Record, frozen=True, tag="steady"):
@@ -154,10 +152,11 @@ class LedgerViolation(Record, frozen=True, tag="ledger_violation"):
 
 
 class JobEnded(Record, frozen=True, tag="job_ended"):
-    """A job is over. disowned: Slurm knows another job by this id; the agents are released, and their ranks go on."""
+    """A job is over."""
 
-    code: int
+    code: int  # the exit status
     disowned: bool = False
+    """Slurm knows another job by this id. The agents are released, and their ranks go on."""
 
 
 class Timing(Record, frozen=True, tag="timing"):

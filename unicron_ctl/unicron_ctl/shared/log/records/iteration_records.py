@@ -9,10 +9,10 @@ from unicron_ctl.shared.log.records.base import Record
 
 class JobDegraded(Record, frozen=True, tag="degraded"):
     iteration: int
-    slot: int | None = None
+    slot: int | None = None  # None if no rank differs from the others
     node: str = ""
     phase: str = ""
-    slowdown: float | None = None
+    slowdown: float | None = None  # ratio to the peers in the phase
 
 
 class JobDegradedOver(Record, frozen=True, tag="degraded_over"):
@@ -41,19 +41,19 @@ class Stacks(Record, frozen=True, tag="stacks"):
     slot: int
     incarnation: int
     node: str
-    how: str
+    how: str  # as in `wire.StackTrace`
     state: str
     text: str
 
 
 class Anomaly(Record, frozen=True, tag="anomaly"):
-    node: str
+    node: str  # the only one of `nodes`, or empty
     nodes: list[str]
     slot: int | None
-    metric: str
+    metric: str  # the one that stands out most
     metrics: dict[str, float]
-    scores: dict[str, float]
-    distance: float
+    scores: dict[str, float]  # metric -> robust z-score
+    distance: float  # from the peers, over all metrics
 
 
 class AnomalyOver(Record, frozen=True, tag="anomaly_over"):
@@ -80,9 +80,9 @@ class NoCopies(Record, frozen=True, tag="no_copies"):
 
 
 class CopiesRefused(Record, frozen=True, tag="copies_refused"):
-    """Copies of the training state did not get through. ways: (from node, to node)."""
+    """Copies of the training state did not get through."""
 
-    ways: list[tuple[str, str]]
+    ways: list[tuple[str, str]]  # (from node, to node)
 
 
 class NewcomersWait(Record, frozen=True, tag="newcomers_wait"):

@@ -7,22 +7,18 @@ from unicron_ctl.shared.protocol.structs import Settings
 
 
 class JobRegistered(Record, frozen=True, tag="job_registered"):
-    """A job is managed from now on.
-
-    step: the number of the srun in its batch script. uid: the owner's, by the credential of the first agent; None
-    without credentials, or if it was an admin's. submitted: as Slurm shows it, in seconds since the epoch; 0 while
-    Slurm has not confirmed the job. trains: the agent says that the command may train. nodes: of one allocation, in
-    Slurm's order. restarts: how often Slurm had requeued it. runs: see `JobState`.
-    """
+    """A job is managed from now on."""
 
     settings: Settings
-    step: int = 0
-    trains: bool = True
+    step: int = 0  # the number of the srun in its batch script
+    trains: bool = True  # the agent says that the command may train
     uid: int | None = None
+    """The owner's, by the credential of the first agent. None without credentials, or if it was an admin's."""
     submitted: float = 0.0
-    nodes: list[str] = []
-    restarts: int = 0
-    runs: dict[int, float] = {}
+    """As Slurm shows it, in seconds since the epoch; 0 while Slurm has not confirmed the job."""
+    nodes: list[str] = []  # of one allocation, in Slurm's order
+    restarts: int = 0  # how often Slurm had requeued it
+    runs: dict[int, float] = {}  # as in `JobState`
 
 
 class JobReallocated(Record, frozen=True, tag="reallocated"):
@@ -33,36 +29,33 @@ class JobReallocated(Record, frozen=True, tag="reallocated"):
 
 
 class JobConfirmed(Record, frozen=True, tag="job_confirmed"):
-    """Slurm shows the owner of a job that began while Slurm did not answer. most: its elements."""
+    """Slurm shows the owner of a job that began while Slurm did not answer."""
 
     uid: int
     user: str
     submitted: float
-    most: int
+    most: int  # its elements
     nodes: list[str] = []
     restarts: int = 0
 
 
 class AgentRegistered(Record, frozen=True, tag="agent_registered"):
-    """An agent was taken in.
-
-    key: the agent's CURVE public key, to which its credential was bound; empty without encryption. confirmed: Slurm
-    shows the element at work on this node, or is not used. requeues: the agent's count. restarts: how often Slurm had
-    requeued the element; -1 if unknown.
-    """
+    """An agent was taken in."""
 
     element: int
     agent: str
     node: str
-    address: str
+    address: str  # by which other nodes reach this one
     slots: list[int]
-    door: str = ""
+    door: str = ""  # host:port at which others see that it lives
     key: str = ""
-    peer: str = ""
-    peer_key: str = ""
+    """Its CURVE public key, to which its credential was bound; empty without encryption."""
+    peer: str = ""  # host:port at which other agents of the job reach it, or empty
+    peer_key: str = ""  # its key for other agents, which it has also without encryption
     confirmed: bool = True
-    requeues: int = 0
-    restarts: int = -1
+    """Slurm shows the element at work on this node, or is not used."""
+    requeues: int = 0  # of the whole job, as the agent counts them
+    restarts: int = -1  # how often Slurm had requeued the element; -1 if unknown
 
 
 class AgentConfirmed(Record, frozen=True, tag="agent_confirmed"):
@@ -91,20 +84,19 @@ class AgentBack(Record, frozen=True, tag="agent_back"):
 
 
 class RanksReady(Record, frozen=True, tag="ranks_ready"):
-    """Processes that can enter a generation: slot -> incarnation."""
+    """Processes that can enter a generation."""
 
     agent: str
-    incarnations: dict[int, int]
+    incarnations: dict[int, int]  # by slot
 
 
 class RankStart(Record, frozen=True, tag="rank_start"):
-    """A new process should start in the slot, at `not_before` (seconds since the epoch) or later. failure: the one that
-    it remedies, or 0."""
+    """A new process should start in the slot."""
 
     slot: int
     incarnation: int
-    not_before: float
-    failure: int = 0
+    not_before: float  # seconds since the epoch
+    failure: int = 0  # the one that it remedies, or 0
 
 
 class StartedCold(Record, frozen=True, tag="started_cold"):

@@ -6,7 +6,7 @@ from unicron_ctl.shared.log.records.base import Record
 
 
 class Silence(Record, frozen=True, tag="silence"):
-    """An agent is silent. reason: why its node does not count as lost."""
+    """An agent is silent. The reason says why its node does not count as lost."""
 
     element: int
     node: str
@@ -17,9 +17,9 @@ class Alone(Record, frozen=True, tag="alone"):
 
 
 class HeardAgain(Record, frozen=True, tag="heard_again"):
-    """Agents are heard again. seconds: how long none was heard."""
+    """Agents are heard again."""
 
-    seconds: float
+    seconds: float  # for which none was heard
 
 
 class MostSilent(Record, frozen=True, tag="most_silent"):
@@ -30,28 +30,27 @@ class MostSilent(Record, frozen=True, tag="most_silent"):
 
 
 class MostHeard(Record, frozen=True, tag="most_heard"):
-    """Most agents are heard again. seconds: how long most were silent."""
+    """Most agents are heard again."""
 
-    seconds: float
+    seconds: float  # for which most were silent
 
 
 class TakeDeferred(Record, frozen=True, tag="take_deferred"):
-    """A lost node stays in service while the controller suspects itself. failure, text: for which it would have been
-    taken out. over: this has ended for the element."""
+    """A lost node stays in service while the controller suspects itself."""
 
     node: str
     element: int
-    failure: int = 0
-    text: str = ""
-    over: bool = False
+    failure: int = 0  # for which the node would have been taken out of service
+    text: str = ""  # the reason that Slurm would show
+    over: bool = False  # this has ended for the element
 
 
 class NodeLost(Record, frozen=True, tag="node_lost"):
-    """A node is lost. slurmd_start: the start of its slurmd, as Slurm shows it, or 0."""
+    """A node is lost."""
 
     node: str
     element: int
-    slurmd_start: float = 0.0
+    slurmd_start: float = 0.0  # when its slurmd started, as Slurm shows it; 0 if unknown
 
 
 class SlurmdReached(Record, frozen=True, tag="slurmd_reached"):
@@ -62,11 +61,11 @@ class SlurmdReached(Record, frozen=True, tag="slurmd_reached"):
 
 
 class NodeResumed(Record, frozen=True, tag="node_resumed"):
-    """A node is back in service. by_others: a person or Slurm brought it back, not this controller."""
+    """A node is back in service."""
 
     node: str
-    verified: bool = True
-    by_others: bool = False
+    verified: bool = True  # a check of its hardware has passed
+    by_others: bool = False  # a person or Slurm brought it back, not this controller
 
 
 class NodeIsolated(Record, frozen=True, tag="isolated"):
@@ -83,13 +82,12 @@ class IsolationWithheld(Record, frozen=True, tag="isolation_withheld"):
 
 
 class NodeAvoided(Record, frozen=True, tag="avoided"):
-    """The job leaves the node, and its elements do not start there again for a while. agent: the one that has to go.
-    suspect: the node may be at fault, which a pair test should prove or rule out."""
+    """The job leaves the node, and its elements do not start there again for a while."""
 
     element: int
     node: str
-    agent: str = ""
-    suspect: bool = False
+    agent: str = ""  # the one that has to go
+    suspect: bool = False  # the node may be at fault, which a pair test should prove or rule out
 
 
 class TakeWithheld(Record, frozen=True, tag="take_withheld"):
@@ -101,14 +99,13 @@ class TakeWithheld(Record, frozen=True, tag="take_withheld"):
 
 
 class NodeHealth(Record, frozen=True, tag="node_health"):
-    """A node was checked. verdict: good | warning | unknown | bad. checked_at: by the node's clock. drain: its admin
-    wants a bad node drained."""
+    """A node was checked."""
 
     node: str
     source: str
-    verdict: str
-    checked_at: float
-    drain: bool = False
+    verdict: str  # good | warning | unknown | bad
+    checked_at: float  # by the node's clock
+    drain: bool = False  # its admin wants a bad node drained
 
 
 class AdmissionWaits(Record, frozen=True, tag="admission_waits"):
@@ -116,17 +113,16 @@ class AdmissionWaits(Record, frozen=True, tag="admission_waits"):
 
 
 class NodeEvent(Record, frozen=True, tag="node_event"):
-    """An event of the node itself, reported by an agent of `of_job`. mark: agent:number, so that it counts once. at: by
-    the node's clock."""
+    """An event of the node itself, reported by an agent of `of_job`."""
 
     node: str
     source: str
     text: str
     code: str
     count: int
-    at: float
+    at: float  # by the node's clock
     pid: int | None
-    mark: str
+    mark: str  # agent:number, so that it counts once
     cause: str
     severity: int
     scope: str
@@ -136,10 +132,10 @@ class NodeEvent(Record, frozen=True, tag="node_event"):
 
 
 class NodeVerdict(Record, frozen=True, tag="node_verdict"):
-    """The outcome of a node event (its id) that waited for the same event from other nodes."""
+    """The outcome of a node event that waited for the same event from other nodes."""
 
     node: str
-    event: int
+    event: int  # its id
     action: str
     of_job: str = ""
 

@@ -6,18 +6,17 @@ from unicron_ctl.shared.log.records.base import Record
 
 
 class ControllerStarted(Record, frozen=True, tag="started"):
-    """The controller started. jobs: their number in its log."""
+    """The controller started."""
 
     pid: int
     address: str
-    jobs: int
+    jobs: int  # their number in its log
 
 
 class LogRestored(Record, frozen=True, tag="restored"):
-    """The log up to here is that of a backup; later events are lost. taken: the time of its last event, in seconds
-    since the epoch."""
+    """The log up to here is that of a backup; later events are lost."""
 
-    taken: float
+    taken: float  # the time of its last event, in seconds since the epoch
 
 
 class ConfigReloaded(Record, frozen=True, tag="configured"):
@@ -29,61 +28,55 @@ class ConfigRefused(Record, frozen=True, tag="config_refused"):
 
 
 class BadMessage(Record, frozen=True, tag="bad_message"):
-    """A message could not be read. peer: its routing id in hexadecimal."""
+    """A message could not be read."""
 
-    peer: str
+    peer: str  # its routing id in hexadecimal
 
 
 class RegistrationRefused(Record, frozen=True, tag="registration_refused"):
-    """An agent was not taken in. peer: job and element. node: the agent's, as it claims."""
+    """An agent was not taken in."""
 
-    peer: str
-    node: str = ""
+    peer: str  # job and element
+    node: str = ""  # the agent's, as it claims
 
 
 class JobSetAside(Record, frozen=True, tag="job_set_aside"):
     """The controller leaves the job alone, because it cannot handle the job's input, or because the job's elements do
-    not fit together; its ranks train on.
+    not fit together; its ranks train on."""
 
-    input: for a report of the fault. where: the end of the traceback. sweep: its elements are runs of their own.
-    """
-
-    input: str
-    where: str = ""
-    sweep: bool = False
+    input: str  # for a report of the fault
+    where: str = ""  # the end of the traceback
+    sweep: bool = False  # its elements are runs of their own
 
 
 class ActionObserved(Record, frozen=True, tag="observed"):
-    """An action was decided but not done, because the admin does not allow it in this partition. action: the call of
-    Slurm, or "plan". nodes: what the plan would give the job."""
+    """An action was decided but not done, because the admin does not allow it in this partition."""
 
-    would: str
-    action: str = ""
+    would: str  # the action, for people
+    action: str = ""  # the call of Slurm, or "plan"
     node: str = ""
     element: int = -1
-    nodes: int = 0
+    nodes: int = 0  # of a plan: those that the job would get
 
 
 class ObservedWeek(Record, frozen=True, tag="observed_week"):
-    """The savings that acting would have brought since `since` (seconds since the epoch). calls: the omitted calls of
-    Slurm, by kind. planned, nodes: by job, at the end of that time."""
+    """The savings that acting would have brought since `since` (seconds since the epoch)."""
 
     since: float
     node_hours: float
-    calls: dict[str, int] = {}
-    planned: dict[str, int] = {}
-    nodes: dict[str, int] = {}
+    calls: dict[str, int] = {}  # the omitted calls of Slurm, by kind
+    planned: dict[str, int] = {}  # nodes in the plan, by job, at the end of that time
+    nodes: dict[str, int] = {}  # nodes that trained, likewise
 
 
 class SlurmAction(Record, frozen=True, tag="slurm_action"):
-    """The intent to do something in Slurm; `slurm_done` or `slurm_error` is the outcome. restarts: how often Slurm had
-    requeued the element before; -1 if unknown."""
+    """The intent to do something in Slurm; `slurm_done` or `slurm_error` is the outcome."""
 
     action: str
     element: int
     node: str
-    slurm_reason: str = ""
-    restarts: int = -1
+    slurm_reason: str = ""  # the reason that Slurm shows
+    restarts: int = -1  # how often Slurm had requeued the element before; -1 if unknown
 
 
 class SlurmDone(Record, frozen=True, tag="slurm_done"):
@@ -105,32 +98,32 @@ class SlurmBack(Record, frozen=True, tag="slurm_back"):
 
 
 class ActionsPaused(Record, frozen=True, tag="paused"):
-    """An admin has paused all changes in Slurm. partition: "" for all. until: seconds since the epoch; 0 for no end."""
+    """An admin has paused all changes in Slurm."""
 
-    partition: str = ""
-    until: float = 0.0
+    partition: str = ""  # empty for all
+    until: float = 0.0  # seconds since the epoch; 0 for no end
 
 
 class ActionsResumed(Record, frozen=True, tag="unpaused"):
-    """An admin has ended a pause. partition: "" for all that are paused."""
+    """An admin has ended a pause."""
 
-    partition: str = ""
+    partition: str = ""  # empty for all that are paused
 
 
 class NeedsAdmin(Record, frozen=True, tag="needs_admin"):
-    """Something needs an admin, or no longer does (over). key: identifies it."""
+    """Something needs an admin, or no longer does."""
 
-    key: str
+    key: str  # identifies it
     node: str = ""
-    over: bool = False
+    over: bool = False  # it no longer does
 
 
 class NoticesSent(Record, frozen=True, tag="told"):
-    """A target of [notify] has heard of all its events up to `upto`. notices: their number."""
+    """A target of [notify] has heard of all its events up to `upto`."""
 
     target: str
     upto: int
-    notices: int = 0
+    notices: int = 0  # their number
 
 
 class HeldAgain(Record, frozen=True, tag="held_again"):
@@ -140,13 +133,13 @@ class HeldAgain(Record, frozen=True, tag="held_again"):
 
 
 class ElementUnpinned(Record, frozen=True, tag="unpinned"):
-    """An element is no longer pinned to a node. node: it did not start there, for the reason that Slurm `said`; the job
-    does not get this node before `until` (seconds since the epoch)."""
+    """An element is no longer pinned to a node."""
 
     element: int
     node: str = ""
-    said: str = ""
-    until: float = 0.0
+    """It did not start there, for the reason `said`; empty if it was only released."""
+    said: str = ""  # by Slurm
+    until: float = 0.0  # the job does not get this node before (seconds since the epoch)
 
 
 class ElementsAllotted(Record, frozen=True, tag="allotted"):
@@ -157,12 +150,12 @@ class ElementsAllotted(Record, frozen=True, tag="allotted"):
 
 
 class ClusterReplanned(Record, frozen=True, tag="replanned"):
-    assignment: dict[str, int]
-    reasons: dict[str, str]
+    assignment: dict[str, int]  # nodes by job
+    reasons: dict[str, str]  # by job
     objective: float
     waf: float
-    inputs: str
-    trigger: str
+    inputs: str  # the key of the planner's input
+    trigger: str  # the event for which the plan was made
     spares: int
-    looked_up: bool
-    layouts: dict[str, str] = {}
+    looked_up: bool  # it was made before the event
+    layouts: dict[str, str] = {}  # by job
