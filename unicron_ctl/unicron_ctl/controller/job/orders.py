@@ -27,9 +27,14 @@ class StandingOrders:
     """Orders that are the same for all agents of a job, made and encoded once: the Break, and the common part of the
     plan.
 
-    arrivals: when an agent last registered, because the plan has the addresses of the agents that lead. plan: by
-    default that of the job's phase. blocked: ranks that stopped where the others of their replica wait for them; to
-    these they are as good as lost.
+    Parameters
+    ----------
+    arrivals :
+        When an agent last registered, because the plan has the addresses of the agents that lead.
+    plan :
+        By default that of the job's phase.
+    blocked :
+        Ranks that stopped where the others of their replica wait for them; to these they are as good as lost.
     """
 
     def __init__(
