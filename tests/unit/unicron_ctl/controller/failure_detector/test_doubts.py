@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from tests.support.suspects import LATE, LEASE, NOW, STATE_WAIT, Company
 from unicron_ctl.controller.failure_detector import self_suspicion
 from unicron_ctl.controller.failure_detector.self_suspicion import (
@@ -23,11 +21,6 @@ from unicron_ctl.controller.model.view import Outcome
 
 GRACE = 5.0  # the default restart_grace
 EVERYBODY = [*(("1", element) for element in range(5)), *(("2", element) for element in range(3)), ("3", 0)]
-
-
-@pytest.fixture
-def company() -> Company:
-    return Company()
 
 
 # ---------------------------------------------------------------- nobody at all

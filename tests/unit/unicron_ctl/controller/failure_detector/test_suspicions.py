@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
-import pytest
 
 from tests.support.suspects import LATE, LEASE, NOW, Company
 from unicron_ctl.controller.failure_detector import leases
@@ -19,11 +18,6 @@ from unicron_ctl.shared.protocol import structs
 
 GRACE = 5.0  # the default restart_grace
 KEY = ("1", 0)
-
-
-@pytest.fixture
-def company() -> Company:
-    return Company()
 
 
 def job_of(company: Company) -> JobState:
