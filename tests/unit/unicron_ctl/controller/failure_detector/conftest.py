@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.replays import replays  # noqa: F401
 from tests.support.suspects import Company
 
 

@@ -111,7 +111,6 @@ def test_the_node_is_lost_and_slurm_gives_the_element_another(then: str, kind: t
     fresh.ready()
     world.run(20.0)
     assert world.job().agents[1].node == "n5" and taken(world) == [("down", "n2")]
-    world.check_replay()
 
 
 @pytest.mark.parametrize("how", ["asked to end", "asked to end, and Slurm heard of it", "killed while slurmd answers"])
@@ -135,7 +134,6 @@ def test_a_shutdown_that_begins_with_the_agent_and_takes_a_while(how: str):
     world.run(40.0)
     assert taken(world) == [("down", "n2")] and world.slurm.queue["1", 1]["node"] == "n5"
     assert len(world.job().failures) == 1 and not asked(world)
-    world.check_replay()
 
 
 def test_a_stall_of_the_controller_is_nobodys_word():
@@ -167,7 +165,6 @@ def test_the_next_controller_asks_again(back: bool):
     world.run(20.0)
     assert taken(world) == ([] if back else [("down", "n2")]) and not asked(world)
     assert len(world.job().failures) == 1
-    world.check_replay()
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -201,7 +198,6 @@ def test_the_head_node_is_cut_off_in_that_very_moment(back: bool, with_a_rack: b
     assert not taken(world), "what was asked before does not count"
     world.run(15.0)
     assert taken(world) == ([] if back else [("down", "n2")])
-    world.check_replay()
 
 
 @pytest.mark.parametrize("alive", [False, True])
@@ -219,7 +215,6 @@ def test_a_node_that_two_jobs_share_is_set_down_when_both_have_lost_their_agents
     assert [len(world.job(job).failures) for job in "12"] == [1, 1]
     if alive:
         assert ("down", "n2") not in taken(world)
-    world.check_replay()
 
 
 def test_a_node_that_was_drained_for_the_element_that_waits_is_set_down_in_the_end():
@@ -235,7 +230,6 @@ def test_a_node_that_was_drained_for_the_element_that_waits_is_set_down_in_the_e
     assert taken(world) == [("drain", "n2")] and asked(world) == {"n2"}
     world.run(6.0)
     assert taken(world) == [("drain", "n2"), ("down", "n2")] and not asked(world)
-    world.check_replay()
 
 
 def test_a_firewall_that_refuses_one_group_after_the_other_takes_no_node():
@@ -330,7 +324,6 @@ def test_a_refusal_at_a_port_that_never_answered_takes_no_node(again: bool):
         world.restart()
     world.run(MINUTE)
     assert world.job().agents[1].gone == "agent died" and asked(world) and not taken(world)
-    world.check_replay()
 
 
 def test_that_a_slurmd_was_reached_is_put_on_record_when_it_matters():

@@ -73,7 +73,6 @@ def test_one_voice_does_not_make_the_controller_sure_of_itself(slurm_too: bool):
     world.run(10.0)
     assert kinds(world) == ["most_silent", "most_heard"] and "fell silent" not in head(world)
     assert not stopped(world) and not world.core.state.deferred
-    world.check_replay()
 
 
 def test_a_node_that_is_dead_all_the_same_is_taken_once_silence_is_to_be_believed_again():
@@ -88,7 +87,6 @@ def test_a_node_that_is_dead_all_the_same_is_taken_once_silence_is_to_be_believe
     world.run(10.0)
     assert [call[:1] + call[3:] for call in stopped(world)] == [("down", dead.node)]
     assert world.slurm.queue["1", 0]["node"] == "n16" and not world.core.state.deferred
-    world.check_replay()
 
 
 def test_a_node_whose_agent_came_back_and_died_there_is_not_taken_for_its_silence_before():
@@ -108,7 +106,6 @@ def test_a_node_whose_agent_came_back_and_died_there_is_not_taken_for_its_silenc
     back.silent = True
     world.run(10.0)
     assert not world.core.state.deferred and not [call for call in stopped(world) if call[0] in ("down", "drain")]
-    world.check_replay()
 
 
 def test_nothing_is_taken_before_it_is_known_whether_others_fell_silent_too():
@@ -121,7 +118,6 @@ def test_nothing_is_taken_before_it_is_known_whether_others_fell_silent_too():
     cut_off(world, [agent for agent in world.agents if not (agent.job == "1" and agent.element)])
     world.run(20.0)
     assert not stopped(world) and kinds(world) == ["most_silent"]
-    world.check_replay()
 
 
 def test_an_element_whose_agent_nobody_hears_is_not_requeued_meanwhile():
@@ -138,7 +134,6 @@ def test_an_element_whose_agent_nobody_hears_is_not_requeued_meanwhile():
     world.cuts.clear()
     world.run(5.0)
     assert [call[:3] for call in stopped(world)] == [("requeue", "1", 0)]
-    world.check_replay()
 
 
 def test_after_a_restart_the_deferred_wait_until_all_had_the_time_to_come_back():
@@ -152,7 +147,6 @@ def test_after_a_restart_the_deferred_wait_until_all_had_the_time_to_come_back()
     heal(world)
     world.run(10.0)
     assert not stopped(world) and not world.core.state.deferred
-    world.check_replay()
 
 
 def test_where_only_observing_is_allowed_it_is_not_said_what_the_doubt_forbids():
@@ -207,7 +201,6 @@ def test_agents_that_their_user_has_stopped_keep_nobody_from_a_dead_node(again_a
             agent.silent = agent.cut = not (again_and_again and agent.silent)
         world.run(1.5 if again_and_again else 5.0)
     assert [call[:1] + call[3:] for call in stopped(world)] == [("down", dead.node)] and not kinds(world)
-    world.check_replay()
 
 
 def small_jobs_without_their_nodes(jobs: int) -> tuple[World, list[FakeAgent]]:
@@ -243,7 +236,6 @@ def test_those_that_were_given_up_before_a_restart_are_most_after_it(reached: bo
     world.run(20.0)
     assert kinds(world) == ["most_silent"] * (1 if reached else 2)
     assert reached or not stopped(world)
-    world.check_replay()
 
 
 def test_agents_that_report_in_step_keep_no_element_from_being_requeued():
@@ -279,7 +271,6 @@ def test_a_node_that_two_jobs_lost_is_taken_also_when_one_of_them_ends_first(end
         agent.silent = agent.cut = agent.node == dead
     world.run(12.0)
     assert [call[3] for call in stopped(world) if call[0] == "down"] == [dead] and not world.core.state.deferred
-    world.check_replay()
 
 
 def test_nobody_is_missed_after_the_last_job_has_ended() -> None:

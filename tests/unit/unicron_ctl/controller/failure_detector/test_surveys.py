@@ -316,7 +316,6 @@ def test_one_of_two_nodes_that_do_not_reach_each_other_is_left_out_and_nobody_is
     assert {0, 2, 3} <= set(world.job().members) and 1 not in world.job().members
     taken = [call for call in world.slurm.calls if call[0] in ("down", "drain", "requeue", "requeue_hold")]
     assert not taken and not world.core.state.history.states.get(("1", 1))
-    world.check_replay()
 
 
 def without_one() -> World:
@@ -336,7 +335,6 @@ def test_a_node_that_was_left_out_comes_back_when_it_is_reached():
     world.cuts.clear()
     world.run(7.0)
     assert not world.job().parted
-    world.check_replay()
 
 
 def test_a_node_that_was_left_out_and_whose_agent_ended_has_not_come_back():

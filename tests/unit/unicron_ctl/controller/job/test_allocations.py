@@ -59,7 +59,6 @@ def test_the_job_has_as_many_elements_as_nodes_and_all_of_them_train():
     job = world.job()
     assert job.nodes == ["n1", "n2", "n3"] and job.settings.max_nodes == 3 and job.settings.allocation
     assert "1" not in world.core.state.assignment, "the plan leaves it as it is"
-    world.check_replay()
 
 
 @pytest.mark.parametrize(("stated", "seconds"), [(True, START_SECONDS), (False, 100.0)])
@@ -98,7 +97,6 @@ def test_a_lost_node_is_drained_and_never_set_down_and_the_others_go_on(snapshot
     assert set(world.job().members) == {0, 1} and world.job().phase == "running"
     assert by_node(world.slurm.elements()[0], world) == {0: "n1", 1: "n2"}
     assert not OF_ELEMENTS & {call[0] for call in world.slurm.calls}
-    world.check_replay()
 
 
 def test_the_first_node_that_is_lost_leaves_the_others_their_numbers():
@@ -139,7 +137,6 @@ def test_a_program_that_crashes_again_and_again_ends_the_job_and_takes_no_node_o
     assert job.ended is not None and job.ended.code == 1
     assert not job.avoid and {failure.record.action for failure in job.failures} == {"restart", "end_job"}
     assert not world.core.state.withheld, "nobody calls an admin for it"
-    world.check_replay()
 
 
 def test_a_node_with_a_fault_of_its_hardware_is_left_out():
@@ -174,7 +171,6 @@ def test_a_job_that_slurm_requeues_begins_on_its_new_nodes_under_the_same_id():
     world.run(1.5)
     assert world.job().nodes == ["n1", "n3", "n4"] and world.job().nodes_of_restart == 1
     trains(world, again)
-    world.check_replay()
 
 
 def test_the_steps_of_a_job_that_slurm_requeues_are_counted_anew():
@@ -212,7 +208,6 @@ def test_the_steps_of_a_job_that_slurm_requeues_are_counted_anew():
     assert welcome(resumed) == welcome(broken_off) != welcome(again), "what it kept in memory is its own"
     end(resumed)
     end(begin(0, 2))
-    world.check_replay()
 
 
 def test_a_job_that_slurm_requeues_with_fewer_nodes_counts_them_anew():
@@ -246,7 +241,6 @@ def test_the_script_of_an_allocation_without_its_batch_host_runs_again_once_the_
     assert [call[0] for call in world.slurm.calls if call[1] == "1"] == asked
     if asked == ["requeue"]:
         assert world.slurm.queue["1", 0]["state"] == "PENDING", "it waits for nodes and is not cancelled"
-    world.check_replay()
 
 
 def test_other_jobs_do_not_get_the_nodes_of_an_allocation():
@@ -312,7 +306,6 @@ def test_a_step_that_was_killed_holds_the_job_no_longer_than_its_agents(lives):
     assert world.job().step == LAUNCHES and [agent.agent for agent in world.job().agents.values()] == [
         agent.agent for agent in later
     ]
-    world.check_replay()
 
 
 @pytest.mark.parametrize("state", ["COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL"])
@@ -325,4 +318,3 @@ def test_a_job_that_ended_while_the_controller_was_away_is_over(state):
     world.run(60.0)
     job = world.job()
     assert job.ended is not None and (job.ended.code == 0) == (state == "COMPLETED")
-    world.check_replay()

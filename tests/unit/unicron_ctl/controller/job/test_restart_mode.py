@@ -55,7 +55,6 @@ def test_a_dead_process_leads_to_a_new_world_of_all():
     (failure,) = world.job().failures
     assert failure.record.slots == [1] and failure.resumed_at and failure.restored_at
     assert agents[1].ranks[1].incarnation == 1 and agents[0].ranks[0].incarnation == 0
-    world.check_replay()
 
 
 def test_the_plan_names_the_nodes_of_its_world():
@@ -132,7 +131,6 @@ def test_a_lost_node_leads_to_a_smaller_world_and_its_return_to_the_whole_one(sn
         "a restart for a newcomer is no failure"
     )
     assert next(event.record.reason for event in reversed(world.log) if event.kind == "break") == snapshot
-    world.check_replay()
 
 
 def fell_silent(count: int = 1, nodes: int = 4, **changes) -> World:
@@ -157,7 +155,6 @@ def test_a_new_world_waits_for_the_lease_of_what_fell_silent(snapshot):
     assert [len(told) for told in notes] == [1, 0, 0, 0] and [failure.record.reason, *notes[0]] == snapshot
     world.run(15)
     assert sorted(world.job().members) == [0, 1, 2] and world.job().phase == "running"
-    world.check_replay()
 
 
 def test_processes_that_nothing_ends_are_waited_for_as_long_as_silence_is():
@@ -284,7 +281,6 @@ def test_worlds_that_break_again_and_again_end_the_job_unless_one_lasts(monkeypa
     assert turn == 7 and world.job().restarts == 4, "the steady world after the third break began the count anew"
     assert world.job().ended.reason == snapshot and world.job().ended.code == 1
     assert [event.kind for event in world.log].count("steady") == 1
-    world.check_replay()
 
 
 def test_who_has_ended_starts_again_when_another_fails_and_the_job_ends_when_all_have():
@@ -361,7 +357,6 @@ def test_the_next_srun_of_a_batch_script_is_a_training_of_its_own(snapshot):
     (refused,) = [m for m in requeued.heard if isinstance(m, wire.Refusal)]
     assert refused.alone and [waits.reason, refused.reason] == snapshot
     assert world.job().phase == "running" and world.job().agents[1].agent == second[1].agent
-    world.check_replay()
 
 
 def test_the_next_step_keeps_its_nodes():
@@ -466,7 +461,6 @@ def test_plain_programs_that_end_with_a_preempted_peer_have_not_failed():
     world.run(10)
     assert not world.job().failures
     assert sorted(world.job().members) == [1, 2] and world.job().phase == "running"
-    world.check_replay()
 
 
 @pytest.mark.parametrize("min_nodes", [1, 2])
