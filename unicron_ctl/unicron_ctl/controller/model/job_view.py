@@ -263,7 +263,7 @@ class JobView:
                 self.remembers = self.remembers or rank.remembers
                 self.sharded = self.sharded or rank.sharded
 
-    def begin_phase(self, now: float) -> None:
+    def begin_phase(self) -> None:
         """Takes in that the job's phase, members or plan changed: every member is checked once, closely those that are
         further than the start of the phase."""
         state, phase = self.state, self.state.phase
