@@ -129,9 +129,8 @@ def test_an_element_that_slurm_ends_with_one_of_its_agents_is_started_again():
 
 
 def test_both_nodes_of_an_element_that_are_lost_are_set_down():
-    world, agents = training()
-    power_off(world, agents[0].node)
-    power_off(world, agents[1].node)
+    world, _ = training()
+    power_off(world, "n1", "n2")
     world.run(10.0)
     assert set(world.job().members) == {2, 3, 4, 5}
     assert {call[3] for call in calls(world, "down")} == {"n1", "n2"}

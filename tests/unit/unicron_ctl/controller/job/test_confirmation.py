@@ -126,10 +126,8 @@ def test_without_slurms_word_a_job_is_healed_within_itself_and_touches_nothing()
 
 def test_a_job_that_was_begun_in_an_outage_by_another_user_ends_when_slurm_is_back():
     world = cluster()
-    world.slurm.refuse = "slurmctld is away"
     thief = obstinate(world, "1", 0, "n1")
-    register(world, thief, BOB)
-    world.run(CONFIRM_SECONDS + 0.5, heartbeats=False)
+    outage(world, thief, uid=BOB)
     assert told(thief, wire.Welcome)
     world.slurm.refuse = ""
     world.run(3.0)
@@ -159,14 +157,11 @@ def test_while_slurm_is_silent_a_job_with_the_number_of_one_that_ended_waits(sna
     world.slurm.queue.clear()
     world.run(3.0, heartbeats=False)
     world.slurm.submit("1", 1, uid=ANN, user="ann", submitted=500.0)
-    world.slurm.refuse = "slurmctld is away"
     second = obstinate(world, "1", 0, "n1", name="second")
-    register(world, second)
-    world.run(CONFIRM_SECONDS + 1.0, heartbeats=False)
+    outage(world, second)
     (refused,) = told(second, wire.Refusal)
     assert refused.reason == snapshot and not refused.final and not told(second, wire.End)
-    register(world, first)
-    world.run(CONFIRM_SECONDS + 1.0, heartbeats=False)
+    outage(world, first)
     assert told(first, wire.End), "one that is known is of the job that has ended"
     world.slurm.refuse = ""
     register(world, second)
