@@ -257,15 +257,6 @@ def test_ranks_of_the_smaller_half_that_stop_do_not_go_on_without_the_larger(die
     assert plans(world) == 2 and len(world.job().members) == 5 - dies
 
 
-def test_a_majority_that_says_itself_that_it_died_is_not_waited_for():
-    world, agents = trained(5, 3)
-    for agent in agents[:3]:
-        agent.silent = agent.killed = True
-    world.run(5.0)
-    assert sorted(failure.record.kind_of_failure for failure in world.job().failures) == ["agent"] * 3
-    assert {3, 4} <= set(world.job().members) and plans(world) == 2
-
-
 def test_an_agent_without_a_rank_gives_its_vote_up_before_the_others_go_on():
     """Two of four are cut off, and the rank of the third has died: once its agent is cut off, too, it could make them
     a majority, for it is no member of what follows."""
