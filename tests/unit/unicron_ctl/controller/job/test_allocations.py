@@ -160,17 +160,21 @@ def test_a_plain_job_on_one_node_is_requeued_for_a_fault_of_its_node_only(text, 
     assert {"requeue", "requeue_hold"} & {call[0] for call in world.slurm.calls} == asked
 
 
-def test_a_job_that_slurm_requeues_begins_on_its_new_nodes_under_the_same_id():
+@pytest.mark.parametrize("nodes", [["n1", "n3", "n4"], ["n1", "n3"]])
+@pytest.mark.parametrize("seen_waiting", [True, False])
+def test_a_job_that_slurm_requeues_begins_on_its_new_nodes_under_the_same_id(nodes, seen_waiting):
     world, agents = training()
     gone(agents)
-    world.slurm.queue["1", 0] = allocation_row(None, "PENDING", restarts=1)
-    world.run(3.0)
-    world.slurm.queue["1", 0] = allocation_row("n[1,3-4]", restarts=1)
+    if seen_waiting:
+        world.slurm.queue["1", 0] = allocation_row(None, "PENDING", restarts=1)
+        world.run(3.0)
+    world.slurm.queue["1", 0] = allocation_row(",".join(nodes), restarts=1)
+    world.run(1.5 if seen_waiting else 8.0)
+    again = [allocation_comes(world, element, node, nodes=len(nodes)) for element, node in enumerate(nodes)]
     world.run(1.5)
-    again = [allocation_comes(world, element, node) for element, node in enumerate(("n1", "n3", "n4"))]
-    world.run(1.5)
-    assert world.job().nodes == ["n1", "n3", "n4"] and world.job().nodes_of_restart == 1
+    assert world.job().nodes == nodes and world.job().nodes_of_restart == 1
     trains(world, again)
+    assert world.job().settings.max_nodes == len(nodes)
 
 
 def test_the_steps_of_a_job_that_slurm_requeues_are_counted_anew():
@@ -208,17 +212,6 @@ def test_the_steps_of_a_job_that_slurm_requeues_are_counted_anew():
     assert welcome(resumed) == welcome(broken_off) != welcome(again), "what it kept in memory is its own"
     end(resumed)
     end(begin(0, 2))
-
-
-def test_a_job_that_slurm_requeues_with_fewer_nodes_counts_them_anew():
-    world, agents = training()
-    gone(agents)
-    world.slurm.queue["1", 0] = allocation_row("n[1,3]", restarts=1)
-    world.run(8.0)
-    again = [allocation_comes(world, element, node, nodes=2) for element, node in enumerate(("n1", "n3"))]
-    world.run(1.5)
-    trains(world, again)
-    assert world.job().settings.max_nodes == 2
 
 
 @pytest.mark.parametrize(
