@@ -110,7 +110,7 @@ class Core:
         )
         for job in self.state.jobs.values():
             if not job.over:
-                self.view.job(job).begin_phase(self.started_at)
+                self.view.job(job).begin_phase()
 
     @property
     def now(self) -> float:

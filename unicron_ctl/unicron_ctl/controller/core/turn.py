@@ -160,7 +160,7 @@ class Turns:
             self.begun.discard(job.job)
             if job.phase is not Phase.OFFERING:
                 self._runtime(job).sensors.iterations.standing.clear()
-            view.begin_phase(self._view.now)
+            view.begin_phase()
 
     def repeat_orders(self, job: JobState) -> None:
         """Repeats orders that were not obeyed. Called at every tick."""

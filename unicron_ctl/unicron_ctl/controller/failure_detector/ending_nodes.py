@@ -100,8 +100,8 @@ def _open_leftovers(view: View) -> None:
     suspicions.answered = {node: at for node, at in suspicions.answered.items() if view.now - at < REACHED_SECONDS}
     for job in view.state.jobs.values():
         for element, record in job.agents.items() if not job.over else ():
-            known = record.node in suspicions.ending_nodes or record.node in suspicions.answered
-            if record.ended_early and not known and (job.job, element) in _leftovers(view, record.node):
+            asked = record.node in suspicions.ending_nodes or record.node in suspicions.answered
+            if record.ended_early and not asked and (job.job, element) in _leftovers(view, record.node):
                 _open(view, job.job, element, view.now, None)
 
 
@@ -190,10 +190,10 @@ def _is_over(view: View, ending: EndingNode, leftovers: list[Key]) -> bool:
 def _out_of_service(view: View, node: str) -> bool:
     """Whether the node is out of service. A lost node that was only drained here, because other jobs ran there, still
     has to be set down."""
-    info, known = view.slurm.node(node), view.state.node(node)
-    ours = known.downed and known.drained and not known.proven_bad
+    info, record = view.slurm.node(node), view.state.node(node)
+    ours = record.downed and record.drained and not record.proven_bad
     states = info.states & OUT_OF_SERVICE if info is not None else OUT_OF_SERVICE
-    return bool(states - {"DRAIN"} if ours else states or known.downed)
+    return bool(states - {"DRAIN"} if ours else states or record.downed)
 
 
 # ---------------------------------------------------------------- what the rounds show
@@ -210,25 +210,25 @@ def _count_round(tick: Tick, ending: EndingNode) -> bool:
 
 def _nobody_answers(tick: Tick, ending: EndingNode) -> bool:
     """Whether in this round the controller's own sockets got no answer, nor did enough witnesses, or Slurm."""
-    own, known = ending.answers.get(OWN), slurmd_known(tick.view, ending.node, ending.targets[1])
-    known = known and ending.control is Reach.REACHED
+    own, trusted = ending.answers.get(OWN), slurmd_known(tick.view, ending.node, ending.targets[1])
+    trusted = trusted and ending.control is Reach.REACHED
     ending.refused = ending.refused or (own is not None and own.slurmd is Reach.REFUSED)
-    if own is None or not _unanswered(own, known):
+    if own is None or not _unanswered(own, trusted):
         return False
-    agreed = sum(_unanswered(answer, known) for answer in ending.testimony())
+    agreed = sum(_unanswered(answer, trusted) for answer in ending.testimony())
     if agreed >= probes.needed_witnesses(tick, ending):
         return True
     waits = len(ending.asked) > 1 and tick.view.now - ending.begun < ANSWER_SECONDS
     return not waits and bool(_slurm_calls_dead(tick, ending))
 
 
-def _unanswered(answer: Answer, known: bool) -> bool:
+def _unanswered(answer: Answer, trusted: bool) -> bool:
     """Whether nobody answered at all. A kernel that refuses connections at the agent's door lives.
 
-    known: slurmd has answered there before, and others answer now. Otherwise a refusal may not be the node's own.
+    trusted: slurmd has answered there before, and others answer now. Otherwise a refusal may not be the node's own.
     """
     if answer.slurmd is Reach.REFUSED:
-        return known
+        return trusted
     return answer.slurmd is Reach.SILENT and answer.door is not Reach.REFUSED
 
 

@@ -129,9 +129,9 @@ def _ask_agents(view: View, job: JobView, survey: Survey, wanted: Mapping[int, l
     asked = {}
     for element, others in wanted.items():
         agent = job.agents.get(element)
-        known = [other for other in others if other in job.agents and job.agents[other].door]
-        if agent is not None and agent.alive and known:
-            asked[element] = known
+        reachable = [other for other in others if other in job.agents and job.agents[other].door]
+        if agent is not None and agent.alive and reachable:
+            asked[element] = reachable
     if not asked:
         return
     survey.begin_round(view.now, asked)
@@ -163,9 +163,9 @@ def _leave_out(view: View, job: JobView, cut: set[tuple[int, int]], out: Outcome
         others = sorted({b for a, b in pairs if a == element} | {a for a, b in pairs if b == element})
         names = ", ".join(state.agents[other].node for other in others[:8])
         node = state.agents[element].node
-        said = f"{node} and {names} do not reach each other, though both reach this controller; {node} is left out"
+        reason = f"{node} and {names} do not reach each other, though both reach this controller; {node} is left out"
         slots = tuple(slot for slot in sorted(state.members) if state.element(slot) == element)
-        where = slots, view.now, Source.PEER, said, element, node
+        where = slots, view.now, Source.PEER, reason, element, node
         out.findings.append(Finding(What.PARTED, state.job, *where, by="witnesses"))
 
 

@@ -68,9 +68,9 @@ class Tick:
     @cached_property
     def in_service(self) -> list[str]:
         """Some nodes that Slurm hears, first those whose slurmd this controller has reached."""
-        seen, known = self.view.slurm.seen, self.view.live.slurmds
+        seen, reached = self.view.slurm.seen, self.view.live.slurmds
         heard = [node.name for node in seen.nodes if node.heard] if seen is not None else []
-        return heapq.nsmallest(MOST_IN_SERVICE, heard, key=lambda name: name not in known)
+        return heapq.nsmallest(MOST_IN_SERVICE, heard, key=lambda name: name not in reached)
 
 
 # ---------------------------------------------------------------- asking

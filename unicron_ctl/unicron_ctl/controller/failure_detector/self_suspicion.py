@@ -43,12 +43,15 @@ def check_alone(view: View, out: Outcome) -> None:
         heard, many = agent.last_heard, len(leases) > 1
     else:
         running = [job for job in view.state.jobs.values() if not job.over]
-        known = sum(not record.gone for job in running for record in job.agents.values())
-        heard, many = view.started_at + view.config.restart_grace, known > 1
+        expected = sum(not record.gone for job in running for record in job.agents.values())
+        heard, many = view.started_at + view.config.restart_grace, expected > 1
     if many and view.now - heard > view.config.lease and suspicions.alone_since is None:
         suspicions.alone_since = heard
-        said = "no agent at all is heard: this controller's own network is the likely cause. Nobody is judged, and "
-        out.record(None, records.Alone(reason=f"{said}nothing is sent, until somebody is heard"))
+        reason = (
+            "no agent at all is heard: this controller's own network is the likely cause. Nobody is judged, and "
+            "nothing is sent, until somebody is heard"
+        )
+        out.record(None, records.Alone(reason=reason))
     elif not many:
         suspicions.alone_since = None  # according to Slurm, those that were not heard have ended
 
@@ -101,8 +104,10 @@ def _note_most(view: View, most: bool, silent: Collection[str], heard: Collectio
         if suspicions.most_since is None:
             suspicions.most_since = now
             nodes = len(silent) + len(heard)
-            said = f"{len(silent)} of {nodes} nodes are silent: {MOST}. No node is taken out of service and nothing is "
-            reason = f"{said}requeued until most are heard, or shown dead"
+            reason = (
+                f"{len(silent)} of {nodes} nodes are silent: {MOST}. No node is taken out of service and nothing is "
+                "requeued until most are heard, or shown dead"
+            )
             out.record(None, records.MostSilent(silent=len(silent), nodes=nodes, reason=reason))
     elif suspicions.most_since is not None and now - suspicions.most_at > view.config.lease:
         seconds, suspicions.most_since = now - suspicions.most_since, None

@@ -147,16 +147,16 @@ def _find_missed(view: View, job: JobView, chosen: list[wire.Agreement], plan: w
     gone |= {slot: agent for slot, agent in named.items() if state.element(slot) < state.settings.max_nodes}
     found: dict[int, list[int]] = {}
     for slot, agent in sorted(gone.items()):
-        known = state.agents.get(state.element(slot))
+        record = state.agents.get(state.element(slot))
         if slot in plan.members or slot in state.lost or slot in state.condemned:
             continue
-        if known is not None and known.agent == agent:
+        if record is not None and record.agent == agent:
             job.missed[slot] = agent, view.now
         else:
             found.setdefault(state.element(slot), []).append(slot)
     for element, slots in list(found.items())[:MISSED_KEPT]:
-        known = state.agents.get(element)
-        yield members.missed_finding(view, job, slots, known.node if known is not None else "")
+        record = state.agents.get(element)
+        yield members.missed_finding(view, job, slots, record.node if record is not None else "")
 
 
 def _recover(view: View, job: JobView, generation: int, out: Outcome) -> None:
@@ -194,13 +194,13 @@ def _break_off(view: View, job: JobView, generation: int, out: Outcome) -> None:
     here = {agent.element for agent in job.alive()}
     absent = [element for element in _known_elements(view, job) if element not in here]
     comes = view.now - job.last_arrival < view.config.forming_settle_seconds
-    if comes or _too_many(view, job, absent, len(here) + len(absent), out):
+    if comes or _too_many(job, absent, len(here) + len(absent), out):
         return
     if not inside:
         out.record(state, records.NumberUsed(reason=f"{nobody}, and none of its ranks is left"), generation)
         return
     slots = sorted(slot for mine in inside.values() for slot in mine)
-    crews = [crew for e, mine in sorted(inside.items()) if (crew := _crew(view, job, e, sorted(mine))) is not None]
+    crews = [crew for e, mine in sorted(inside.items()) if (crew := _crew(job, e, sorted(mine))) is not None]
     store = next(filter(None, (job.agents[element].status.store for element in sorted(inside))), "")
     reason = f"{nobody}: it is broken, and its {len(slots)} ranks that are there go on"
     plan = wire.Plan(
@@ -217,7 +217,7 @@ def _known_elements(view: View, job: JobView) -> list[int]:
     return sorted(found | {element for element, info in listed.items() if info.state in OCCUPIES})
 
 
-def _too_many(view: View, job: JobView, absent: list[int], count: int, out: Outcome) -> bool:
+def _too_many(job: JobView, absent: list[int], count: int, out: Outcome) -> bool:
     """Whether more than half of the elements are missing without evidence of their end: they may go on by
     themselves."""
     if not job.state.mode.agents_agree or count < 2 or 2 * len(absent) <= count:
@@ -241,7 +241,7 @@ def _crews(view: View, job: JobView, plan: wire.Plan, out: Outcome) -> tuple[lis
     """The plan's processes, and the slots without one; None while an agent may still come."""
     crews, missing, elements, unheard = [], [], job.by_element(plan.members), []
     for element, slots in elements.items():
-        crew = _crew(view, job, element, slots)
+        crew = _crew(job, element, slots)
         if crew is not None:
             crews.append(crew)
             continue
@@ -250,10 +250,10 @@ def _crews(view: View, job: JobView, plan: wire.Plan, out: Outcome) -> tuple[lis
                 return None
             unheard.append(element)
         missing += slots
-    return None if _too_many(view, job, unheard, len(elements), out) else (crews, missing)
+    return None if _too_many(job, unheard, len(elements), out) else (crews, missing)
 
 
-def _crew(view: View, job: JobView, element: int, slots: list[int]) -> records.Crew | None:
+def _crew(job: JobView, element: int, slots: list[int]) -> records.Crew | None:
     """The element's processes by its agent or, if that has not come back, by the log; None if unknown."""
     agent = job.agents.get(element)
     if agent is not None:

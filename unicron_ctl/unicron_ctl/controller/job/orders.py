@@ -27,9 +27,14 @@ class StandingOrders:
     """Orders that are the same for all agents of a job, made and encoded once: the Break, and the common part of the
     plan.
 
-    arrivals: when an agent last registered, because the plan has the addresses of the agents that lead. plan: by
-    default that of the job's phase. blocked: ranks that stopped where the others of their replica wait for them; to
-    these they are as good as lost.
+    Parameters
+    ----------
+    arrivals :
+        When an agent last registered, because the plan has the addresses of the agents that lead.
+    plan :
+        By default that of the job's phase.
+    blocked :
+        Ranks that stopped where the others of their replica wait for them; to these they are as good as lost.
     """
 
     def __init__(
@@ -97,8 +102,8 @@ class StandingOrders:
     def _nodes(self) -> list[str]:
         """The names of the members' nodes; [] if one is unknown."""
         agents = self._job.agents
-        known = all(element in agents for element in self._elements)
-        return [agents[element].node for element in self._elements] if known else []
+        complete = all(element in agents for element in self._elements)
+        return [agents[element].node for element in self._elements] if complete else []
 
     def share(self, agent: AgentView) -> wire.PlanShare:
         """The agent's part of the plan, which must exist."""
@@ -183,11 +188,11 @@ def due_orders(job: JobView, agent: AgentView, orders: StandingOrders, now: floa
         yield orders.break_key, orders.broken
     if stale := _withdrawn(job.state, agent, orders):
         yield f"withdraw {stale}", wire.Withdraw(generation=stale, reason="another member of the offer failed")
-    plan, agreed, known = orders.plan, agent.status.agreed, job.state.plan
+    plan, agreed, present = orders.plan, agent.status.agreed, job.state.plan
     if plan is not None and _lacks(agent, orders.members, plan.generation):
         yield orders.plan_key, partial(orders.share, agent)
-    elif agreed is not None and known is not None and agreed.generation <= known.generation:
-        yield f"confirm {known.generation}", partial(orders.confirmed.share, agent)
+    elif agreed is not None and present is not None and agreed.generation <= present.generation:
+        yield f"confirm {present.generation}", partial(orders.confirmed.share, agent)
     if agent.element in job.restarts:
         yield from _processes(job, agent, now)
 
@@ -248,16 +253,16 @@ def _lacks(agent: AgentView, members: frozenset[int], generation: int) -> bool:
 def _processes(job: JobView, agent: AgentView, now: float) -> Iterator[tuple[str, wire.Message]]:
     state = job.state
     for slot, status in agent.ranks.items():
-        known = state.slot(slot)
-        if status.incarnation >= known.wanted:
+        process = state.slot(slot)
+        if status.incarnation >= process.wanted:
             continue
         if status.state not in ("exited", "finished"):
             save = status.state == "stopped" and now < state.saving_until
-            order = wire.StopRank(slot=slot, incarnation=status.incarnation, reason=known.why, save=save)
+            order = wire.StopRank(slot=slot, incarnation=status.incarnation, reason=process.why, save=save)
             yield f"{'save' if save else 'stop'} {slot} {status.incarnation}", order
-        elif now >= known.not_before and not _saving(job, now):
-            start = wire.StartRank(slot=slot, incarnation=known.wanted, reason=known.why, layout=state.layout)
-            yield f"start {slot} {known.wanted}", start
+        elif now >= process.not_before and not _saving(job, now):
+            start = wire.StartRank(slot=slot, incarnation=process.wanted, reason=process.why, layout=state.layout)
+            yield f"start {slot} {process.wanted}", start
 
 
 def _saving(job: JobView, now: float) -> bool:

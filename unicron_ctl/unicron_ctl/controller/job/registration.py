@@ -173,10 +173,10 @@ def _not_the_owner(case: Case) -> wire.Message | None:
 
 def _another_self(case: Case) -> wire.Message | None:
     """Refuses an agent with another key, node or slots than before: Slurm confirmed them only once."""
-    known, message = case.known, case.message
-    if known is None or not case.is_back:
+    record, message = case.known, case.message
+    if record is None or not case.is_back:
         return None
-    before = {"key": known.key, "node": known.node, "slots": known.slots}
+    before = {"key": record.key, "node": record.node, "slots": record.slots}
     now = {"key": case.request.key, "node": message.node, "slots": list(message.slots)}
     name = next((name for name in before if before[name] != now[name]), "")
     agent = f"agent {message.agent} of job {message.job}"
@@ -332,17 +332,17 @@ def admission(case: Case, confirmed: bool) -> Outcome:
     """Records an agent that is new or comes back, and its job if that begins with it."""
     out, message, job, info = Outcome(), case.message, case.job, case.info
     news: list[records.Record] = []
-    known = None if case.begins else case.known
+    before = None if case.begins else case.known
     if case.begins:
         news += _beginning(case)
     elif info is not None and job is not None and job.nodes and info.restarts != job.nodes_of_restart:
         nodes, restarts = nodes_of(case.view.slurm.seen, message.job)
         reason = f"Slurm has requeued job {message.job} on {plural(len(nodes), 'node')}"
         news.append(records.JobReallocated(nodes=nodes, restarts=restarts, reason=reason))
-    if known is None or known.agent != message.agent:
+    if before is None or before.agent != message.agent:
         out.hurry = True
         news.append(_as_record(case, confirmed))
-    elif known.gone:
+    elif before.gone:
         news.append(records.AgentBack(element=message.element, agent=message.agent, node=message.node))
     out.records += [(message.job, 0, record) for record in news]
     return out

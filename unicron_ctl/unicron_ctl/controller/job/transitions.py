@@ -58,9 +58,7 @@ def form_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
         )
         out.record(job.state, records.Reform(reason=reason))
         for slot in sorted(again):
-            start_rank(
-                view, job.state, slot, reports[slot].incarnation + 1, view.now, "its state cannot be completed", out
-            )
+            start_rank(job.state, slot, reports[slot].incarnation + 1, view.now, "its state cannot be completed", out)
         return out
     number = job.state.generation + 1
     start = found.why or (f"from iteration {found.iteration}" if job.state.mode.keeps_state else "")
@@ -170,7 +168,7 @@ def change_layout(view: View, job: JobView, trigger: Trigger) -> Outcome:
     for slot in sorted(slot for agent in state.agents.values() for slot in agent.slots):  # also of absent agents
         status, member = job.status(slot), state.members.get(slot)
         last = (state.slot(slot).wanted, status.incarnation if status else 0, member.incarnation if member else 0)
-        start_rank(view, state, slot, max(last) + 1, view.now, f"the job goes on as {state.relayout}", out)
+        start_rank(state, slot, max(last) + 1, view.now, f"the job goes on as {state.relayout}", out)
     return out
 
 

@@ -77,8 +77,8 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
     follows, action = "its element is started again in place", RESTART
     if state.settings.allocation:
         follows, action = "Slurm starts no task of an allocation again, so the job goes on without the node", NOTHING
-    said = f"only the agent on {agent.node} died{hint}, {node}; {follows}{lives}"
-    decision = Decision(Severity.SEV2, action, said, verdict.cause)
+    reason = f"only the agent on {agent.node} died{hint}, {node}; {follows}{lives}"
+    decision = Decision(Severity.SEV2, action, reason, verdict.cause)
     out.record(
         state, _element_failure(job, agent, finding, verdict, decision, f"is gone: its agent on {agent.node} died")
     )
@@ -205,13 +205,13 @@ def node_unfit(view: View, job: JobView, finding: Finding) -> Outcome:
     seen = view.state.node(finding.node).event(finding.seen)
     if agent is None or seen is None:
         return out
-    said = seen.said
-    verdict = Verdict(said.cause, Severity.SEV1, ISOLATE, finding.evidence, said.rule, said.scope)
+    event = seen.said
+    verdict = Verdict(event.cause, Severity.SEV1, ISOLATE, finding.evidence, event.rule, event.scope)
     earlier = _just_died(state, finding.node, seen.time)
     if earlier is not None:  # one fault is judged once
-        reason = f'{earlier.record.reason}; {finding.node} said: "{said.text}"'
+        reason = f'{earlier.record.reason}; {finding.node} said: "{event.text}"'
         amended = records.FailureVerdict(
-            failure=earlier.id, cause=said.cause, severity=int(Severity.SEV1), action=ISOLATE, reason=reason
+            failure=earlier.id, cause=event.cause, severity=int(Severity.SEV1), action=ISOLATE, reason=reason
         )
         out.record(state, amended)
     slots = [slot for slot in finding.slots if earlier is None or slot not in earlier.record.slots]
@@ -220,19 +220,19 @@ def node_unfit(view: View, job: JobView, finding: Finding) -> Outcome:
         return out
     inside, slots = slots, slots or list(agent.slots)
     decision, memory = escalate(view, job, slots[0], verdict, None)
-    put = Outcome()
-    may = isolation.leave_node(view, state, agent, records.THIS_FAILURE, slots, finding.evidence, True, put)
+    leaving = Outcome()
+    leaves = isolation.leave_node(view, state, agent, records.THIS_FAILURE, slots, finding.evidence, True, leaving)
     # If it must not leave, the log says why, and its ranks go on as long as they can.
-    lost = {s: f"is on a node that the job leaves: {said.cause}" for s in inside} if may else {}
+    lost = {s: f"is on a node that the job leaves: {event.cause}" for s in inside} if leaves else {}
     out.record(state, failure_of(job, "node", slots, finding, verdict, decision, escalation=memory, leave_out=lost))
-    return out.merge([put])
+    return out.merge([leaving])
 
 
 def _just_died(job: JobState, node: str, at: float) -> Failure | None:
     """Return the failure of a rank that has just died of what its node reports now."""
     for failure in reversed(job.failures):
-        recent, known = abs(failure.detected_at - at) <= evidence.AFTER_SECONDS, failure.record
-        if known.node == node and known.kind_of_failure == "rank" and known.action != ISOLATE and recent:
+        recent, record = abs(failure.detected_at - at) <= evidence.AFTER_SECONDS, failure.record
+        if record.node == node and record.kind_of_failure == "rank" and record.action != ISOLATE and recent:
             return failure
     return None
 
@@ -274,7 +274,7 @@ def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
     if not moves and here and agent is not None:
         status = agent.ranks.get(slot)
         incarnation = status.incarnation + 1 if status else 0
-        start_rank(view, state, slot, incarnation, view.now, decision.reason[:200], out, records.THIS_FAILURE)
+        start_rank(state, slot, incarnation, view.now, decision.reason[:200], out, records.THIS_FAILURE)
     return out
 
 

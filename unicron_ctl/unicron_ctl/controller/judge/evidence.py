@@ -71,65 +71,65 @@ def first_action(verdict: Verdict, act: bool, aside: str) -> tuple[str, str]:
 
 
 def after_waiting(
-    said: records.NodeEvent, since: float, nodes: Mapping[str, NodeState], aside: str, policy: Policy
+    event: records.NodeEvent, since: float, nodes: Mapping[str, NodeState], aside: str, policy: Policy
 ) -> tuple[str, str]:
     """Return the action on an event that waited: isolate, or shared if several of the job's nodes report the same."""
     if aside:
         return REPORT, f"only recorded: {aside}"
-    same = sorted(others_with(said, since, nodes, policy))
+    same = sorted(others_with(event, since, nodes, policy))
     if len(same) + 1 >= policy.shared_nodes:
         shown = ", ".join(same[:5]) + (", ..." if len(same) > 5 else "")
         within = f"within {policy.shared_seconds:g} s"
-        return SHARED, f"{shown} reported {said.cause} too {within}: no single node is to blame, none is left for it"
+        return SHARED, f"{shown} reported {event.cause} too {within}: no single node is to blame, none is left for it"
     return ISOLATE, "its kernel calls it fatal"
 
 
-def others_with(said: records.NodeEvent, at: float, nodes: Mapping[str, NodeState], policy: Policy) -> Iterable[str]:
+def others_with(event: records.NodeEvent, at: float, nodes: Mapping[str, NodeState], policy: Policy) -> Iterable[str]:
     """Yield other nodes on which the same job reported the same cause about that time."""
-    what = said.of_job, said.cause
-    for name, known in nodes.items():
-        if name != said.node and any(
-            (seen.said.of_job, seen.said.cause) == what and abs(seen.time - at) <= policy.shared_seconds
-            for seen in known.events
+    kind = event.of_job, event.cause
+    for name, state in nodes.items():
+        if name != event.node and any(
+            (seen.said.of_job, seen.said.cause) == kind and abs(seen.time - at) <= policy.shared_seconds
+            for seen in state.events
         ):
             yield name
 
 
-def explains(said: records.NodeEvent, code: int, pid: int, own: Verdict, pids: Iterable[int]) -> bool:
+def explains(event: records.NodeEvent, code: int, pid: int, own: Verdict, pids: Iterable[int]) -> bool:
     """Whether an event can explain that a process ended with this code.
 
     pids: of all ranks on the node; a line that names one of them explains only that one.
     """
-    if said.action == REPORT and said.scope in ("none", "network"):
+    if event.action == REPORT and event.scope in ("none", "network"):
         return False
-    if said.pid is not None and said.pid != pid and said.pid in set(pids):
+    if event.pid is not None and event.pid != pid and event.pid in set(pids):
         return False
-    if said.cause == "host_out_of_memory":  # a rank's agent knows from the cgroup whether it was killed for that
-        return said.pid == pid if code in KILL_CODES else own.rule == "dataloader-child"
-    if said.cause == "exited_abnormally":  # the kernel's line about a crash
+    if event.cause == "host_out_of_memory":  # a rank's agent knows from the cgroup whether it was killed for that
+        return event.pid == pid if code in KILL_CODES else own.rule == "dataloader-child"
+    if event.cause == "exited_abnormally":  # the kernel's line about a crash
         return code in CRASH_CODES
     if code in KILL_CODES:
-        return said.pid == pid
-    return said.scope in ("hardware", "unknown", "storage") and said.cause != "task_hang"
+        return event.pid == pid
+    return event.scope in ("hardware", "unknown", "storage") and event.cause != "task_hang"
 
 
-def merge_verdicts(own: Verdict, said: records.NodeEvent, seconds: float, action: str | None = None) -> Verdict:
+def merge_verdicts(own: Verdict, event: records.NodeEvent, seconds: float, action: str | None = None) -> Verdict:
     """Return the verdict on a process that ended, together with what its node reported about that time.
 
     The worse verdict leads; of two equal ones the node's, if the process's own words only describe how it ended.
     action: in place of the event's own.
     """
     when = f"{abs(seconds):.1f} s {'before' if seconds >= 0 else 'after'}"
-    reason = f'{own.reason}; {said.node} said {when}: "{said.text}"'
-    severity = Severity(said.severity)
-    if severity is Severity.SEV1 and (action or said.action) in (SHARED, REPORT):
+    reason = f'{own.reason}; {event.node} said {when}: "{event.text}"'
+    severity = Severity(event.severity)
+    if severity is Severity.SEV1 and (action or event.action) in (SHARED, REPORT):
         return replace(own, reason=reason)  # not this node's fault, or not to be acted upon
     vague = own.rule.startswith(ENDINGS) or own.rule in ("xid-default", "exit-default")
     if severity < own.severity or (severity == own.severity and vague):
         then = ISOLATE if severity is Severity.SEV1 else own.action
         if severity > Severity.SEV2:
             severity = own.severity
-        return Verdict(said.cause, severity, then, f"{said.reason}; {reason}", said.rule, said.scope)
+        return Verdict(event.cause, severity, then, f"{event.reason}; {reason}", event.rule, event.scope)
     return replace(own, reason=reason)
 
 
@@ -148,16 +148,16 @@ def pids_on(view: View, node: str) -> list[int]:
 def with_node(view: View, job: JobState, node: str, code: int, at: float, pid: int, own: Verdict) -> Verdict:
     """Return the verdict on a rank that ended, together with what the job's own agents reported of its node about that
     time (both by the node's clock)."""
-    known = view.state.nodes.get(node)
-    if known is None or not known.events:
+    state = view.state.nodes.get(node)
+    if state is None or not state.events:
         return own
     pids, best = pids_on(view, node), None
-    for seen in known.events:
-        said, before = seen.said, at - seen.said.at
-        if said.of_job != job.job:
+    for seen in state.events:
+        event, before = seen.said, at - seen.said.at
+        if event.of_job != job.job:
             continue
-        if -AFTER_SECONDS <= before <= BEFORE_SECONDS and explains(said, code, pid, own, pids):
-            if best is None or (said.severity, abs(before)) < (best.said.severity, abs(at - best.said.at)):
+        if -AFTER_SECONDS <= before <= BEFORE_SECONDS and explains(event, code, pid, own, pids):
+            if best is None or (event.severity, abs(before)) < (best.said.severity, abs(at - best.said.at)):
                 best = seen
     if best is None:
         return own
@@ -170,22 +170,24 @@ def with_links(view: View, job: JobState, node: str, own: Verdict) -> Verdict:
     of the node's own link is the cause."""
     if own.scope != "network":
         return own
-    found: list[SeenEvent] = []
+    flapped: list[SeenEvent] = []
     for name in sorted({agent.node for agent in job.agents.values() if not agent.gone} | {node}):
-        known = view.state.nodes.get(name)
+        state = view.state.nodes.get(name)
         flaps = [
             seen
-            for seen in (known.events if known else ())
+            for seen in (state.events if state else ())
             if seen.said.of_job == job.job
             and seen.said.cause == "link_flapping"
             and view.now - seen.time <= LINK_SECONDS
         ]
-        found += flaps[-1:]
-    if not found:
+        flapped += flaps[-1:]
+    if not flapped:
         return own
-    said = "; ".join(f'{seen.said.node} {view.now - seen.time:.0f} s before: "{seen.said.text}"' for seen in found)
-    mine = any(seen.said.node == node for seen in found)
-    return replace(own, reason=f"{own.reason}; {said}", cause="link_flapping" if mine else own.cause)
+    flaps_before = "; ".join(
+        f'{seen.said.node} {view.now - seen.time:.0f} s before: "{seen.said.text}"' for seen in flapped
+    )
+    mine = any(seen.said.node == node for seen in flapped)
+    return replace(own, reason=f"{own.reason}; {flaps_before}", cause="link_flapping" if mine else own.cause)
 
 
 # ---------------------------------------------------------------- Slurm's reports

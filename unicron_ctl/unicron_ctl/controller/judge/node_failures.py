@@ -84,11 +84,11 @@ def undecided_events(nodes: dict[str, NodeState]) -> set[tuple[str, int]]:
 
 def record_node_event(view: View, agent: AgentView, message: NodeEvent, queue: NodeEventQueue, room: bool) -> Outcome:
     """Record an agent's report of its node's event, once. room: the log may hold more of its job's events."""
-    out, known = Outcome(), view.state.node(agent.node)
+    out, state = Outcome(), view.state.node(agent.node)
     mark = f"{message.agent[:12]}:{message.number}"
     if (
-        mark in known.heard
-        or _same_line(known, message)
+        mark in state.heard
+        or _same_line(state, message)
         or not queue.may_record(agent.node, agent.job, view.now, room, out)
     ):
         return out
@@ -153,12 +153,12 @@ def _settle_event(view: View, seen: SeenEvent) -> Outcome | None:
 
 
 def _unfit(view: View, job: JobState, agent: AgentView, seen: SeenEvent) -> Finding:
-    said = f'{agent.node} is not fit for work: "{seen.said.text}" ({seen.said.cause})'
+    reason = f'{agent.node} is not fit for work: "{seen.said.text}" ({seen.said.cause})'
     inside, where = tuple(inside_of(job, agent.slots)), (agent.element, agent.node)
-    return Finding(What.NODE, job.job, inside, view.now, Source.AGENT, said, *where, by="kernel log", seen=seen.id)
+    return Finding(What.NODE, job.job, inside, view.now, Source.AGENT, reason, *where, by="kernel log", seen=seen.id)
 
 
-def _same_line(known: NodeState, message: NodeEvent) -> bool:
+def _same_line(state: NodeState, message: NodeEvent) -> bool:
     """Whether another agent of the job on this node has sent the event."""
     text = one_line(message.text)[:TEXT_KEPT]
     return any(
@@ -167,7 +167,7 @@ def _same_line(known: NodeState, message: NodeEvent) -> bool:
         and seen.said.text == text
         and abs(seen.said.at - message.at) < 2.0
         and not seen.said.mark.startswith(f"{message.agent[:12]}:")
-        for seen in known.events
+        for seen in state.events
     )
 
 
@@ -178,29 +178,29 @@ def _nothing_to_leave(view: View, agent: AgentView) -> str:
     return f"{agent.node} is down ({info.reason})" if info is not None and "DOWN" in info.states else ""
 
 
-def _explain_late(view: View, said: records.NodeEvent, out: Outcome) -> None:
+def _explain_late(view: View, event: records.NodeEvent, out: Outcome) -> None:
     """Amend failures of ranks whose ends were reported before the node's event."""
-    job = view.state.jobs.get(said.of_job)
+    job = view.state.jobs.get(event.of_job)
     for failure in job.failures if job is not None else ():
-        if _may_explain(failure, said, view.now):
-            known = failure.record
-            cause = view.classifier.table.causes.get(known.cause)
+        if _may_explain(failure, event, view.now):
+            record = failure.record
+            cause = view.classifier.table.causes.get(record.cause)
             scope = cause.scope if cause else "unknown"
             rule = "exit-default" if scope == "unknown" else ""
-            own = Verdict(known.cause, Severity(known.severity), "", known.reason, rule, scope)
-            if explains(said, known.exit_code or 0, known.pid or 0, own, pids_on(view, said.node)):
-                full = merge_verdicts(own, said, failure.detected_at - said.at)
+            own = Verdict(record.cause, Severity(record.severity), "", record.reason, rule, scope)
+            if explains(event, record.exit_code or 0, record.pid or 0, own, pids_on(view, event.node)):
+                full = merge_verdicts(own, event, failure.detected_at - event.at)
                 verdict = records.FailureVerdict(failure=failure.id, cause=full.cause, reason=full.reason)
                 out.record(job, verdict)
 
 
-def _may_explain(failure: Failure, said: records.NodeEvent, now: float) -> bool:
-    known = failure.record
+def _may_explain(failure: Failure, event: records.NodeEvent, now: float) -> bool:
+    record = failure.record
     return (
-        known.node == said.node
-        and known.kind_of_failure == "rank"
-        and known.exit_code is not None
+        record.node == event.node
+        and record.kind_of_failure == "rank"
+        and record.exit_code is not None
         and now - failure.detected_at <= AFTER_SECONDS
-        and failure.detected_at - said.at <= BEFORE_SECONDS
-        and said.text not in known.reason
+        and failure.detected_at - event.at <= BEFORE_SECONDS
+        and event.text not in record.reason
     )

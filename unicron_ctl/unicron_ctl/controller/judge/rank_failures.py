@@ -46,14 +46,14 @@ def rank_exited(view: View, job: JobView, finding: Finding) -> Outcome:
     state, identity, end = job.state, finding.identity, finding.exit
     assert identity is not None and end is not None
     slot = finding.slots[0]
-    said = view.classifier.exit(end.code, finding.evidence, end.oom)
-    verdict = evidence.with_node(view, state, finding.node, end.code, end.at, finding.pid, said)
-    own_words = (verdict.cause, verdict.rule) == (said.cause, said.rule)
+    own = view.classifier.exit(end.code, finding.evidence, end.oom)
+    verdict = evidence.with_node(view, state, finding.node, end.code, end.at, finding.pid, own)
+    own_words = (verdict.cause, verdict.rule) == (own.cause, own.rule)
     verdict = _own_word(state, verdict, end)
     decision, memory = _died_with_peers(view, state, verdict, end), None
     if decision is not None and state.noticed:  # SIGTERM has ended the peer, which is no failure
         out = wanted_end(view, job, finding)
-        start_rank(view, state, slot, identity.incarnation + 1, view.now, "a peer was to end", out)
+        start_rank(state, slot, identity.incarnation + 1, view.now, "a peer was to end", out)
         return out
     decision = decision or faulty_micro_batches.failed_again(state, slot, finding.fault, verdict)
     if decision is None:
@@ -141,8 +141,8 @@ def _on_record(job: JobState, slot: int) -> bool:
 def rank_broken(view: View, job: JobView, finding: Finding) -> Outcome:
     """Leave out a survivor at rest whose own fault, by a rule of the table, needs a new process or node. An unknown
     text may be what the peers of a dead rank say, so it is tried again."""
-    known = evidence.known_fault(view.classifier, finding.fault) if finding.fault is not None else None
-    needs_restart = known is not None and known.action in (RESTART, ISOLATE)
+    verdict = evidence.known_fault(view.classifier, finding.fault) if finding.fault is not None else None
+    needs_restart = verdict is not None and verdict.action in (RESTART, ISOLATE)
     return leave_out_member(view, job, finding) if needs_restart else Outcome()
 
 
@@ -215,8 +215,8 @@ def _same_time_out(view: View, job: JobView, finding: Finding) -> str:
         return ""
     for slot in finding.slots:
         status = job.status(slot)
-        known = evidence.known_fault(view.classifier, status.fault) if status and status.fault else None
-        if known is None or known.cause != "nccl_timeout":
+        verdict = evidence.known_fault(view.classifier, status.fault) if status and status.fault else None
+        if verdict is None or verdict.cause != "nccl_timeout":
             return ""
     return f"{plural(len(finding.slots), 'rank')} stopped because a collective took too long, and none of them says why"
 
@@ -233,15 +233,15 @@ def hang(view: View, job: JobView, finding: Finding) -> Outcome:
     identity = finding.identity
     if failure is None or identity is None:
         return out
-    known = failure.record
-    decision = Decision(Severity(known.severity), known.action, finding.evidence, known.cause)
-    agent, suspect = job.agent(slot), known.action == ISOLATE
+    record = failure.record
+    decision = Decision(Severity(record.severity), record.action, finding.evidence, record.cause)
+    agent, suspect = job.agent(slot), record.action == ISOLATE
     if (
         agent is None
-        or known.action not in (MOVE, ISOLATE)
-        or not isolation.leave_node(view, job.state, agent, failure.id, known.slots, decision.reason, suspect, out)
+        or record.action not in (MOVE, ISOLATE)
+        or not isolation.leave_node(view, job.state, agent, failure.id, record.slots, decision.reason, suspect, out)
     ):
-        start_rank(view, job.state, slot, identity.incarnation + 1, view.now, "hangs", out, failure.id)
+        start_rank(job.state, slot, identity.incarnation + 1, view.now, "hangs", out, failure.id)
     out.record(job.state, records.LeaveOut(failure=failure.id, slots={slot: "hangs"}, reason=finding.evidence))
     return out
 
@@ -272,7 +272,7 @@ def collective(view: View, job: JobView, finding: Finding) -> Outcome:
     out.record(state, record)
     for slot in sorted(lost):
         incarnation, at = state.members[slot].incarnation + 1, view.now + decision.wait_seconds
-        start_rank(view, state, slot, incarnation, at, "the same collective hangs again", out, records.THIS_FAILURE)
+        start_rank(state, slot, incarnation, at, "the same collective hangs again", out, records.THIS_FAILURE)
     return out
 
 
@@ -328,5 +328,5 @@ def revive(view: View, job: JobView, slot: int) -> Outcome:
     if (banished and status.state != "finished") or left_out:
         why = "was declared lost" if banished else "was left out before"
         at = max(view.now, state.slot(slot).not_before)
-        start_rank(view, state, slot, status.incarnation + 1, at, why, out)
+        start_rank(state, slot, status.incarnation + 1, at, why, out)
     return out

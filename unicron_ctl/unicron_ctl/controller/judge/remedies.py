@@ -104,7 +104,7 @@ def with_remedy(
     out.record(job.state, record)
     if decision.action != END_JOB and not leave_node(view, job, decision, record, out):
         at = view.now + decision.wait_seconds
-        start_rank(view, job.state, record.slots[0], incarnation, at, why, out, records.THIS_FAILURE)
+        start_rank(job.state, record.slots[0], incarnation, at, why, out, records.THIS_FAILURE)
     return out
 
 
@@ -122,9 +122,7 @@ def leave_node(view: View, job: JobView, decision: Decision, record: records.Fai
     )
 
 
-def start_rank(
-    view: View, job: JobState, slot: int, incarnation: int, at: float, why: str, out: Outcome, failure: int = 0
-) -> None:
+def start_rank(job: JobState, slot: int, incarnation: int, at: float, why: str, out: Outcome, failure: int = 0) -> None:
     """Order a new process in the slot, unless a newer one is ordered already. failure: the one that this remedies, or
     0."""
     if job.slot(slot).wanted >= incarnation:

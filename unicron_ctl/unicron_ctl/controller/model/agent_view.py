@@ -78,9 +78,9 @@ class AgentView:
     grace: float = 0.0
     """Seconds that its partition grants it in a preemption."""
     images_at: str = ""
+    """host:port at which it stores and serves images of the training state."""
     token: str = ""
-    """`images_at`: host:port at which it stores and serves images of the training state, with the `token` to
-    present."""
+    """The token to present there."""
 
     def __post_init__(self) -> None:
         self.status = Status(job=self.job, element=self.element, agent=self.agent, sent=0.0)

@@ -20,7 +20,7 @@ TAKES = (*GIVES_BACK, "hold")  # actions that take something from a job
 
 @dataclass(frozen=True)
 class Pin:
-    """A node to which an element was pinned, and when."""
+    """A node to which an element was pinned."""
 
     node: str
     at: float
@@ -28,7 +28,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class Mark:
-    """When an action happened, for which job, and why."""
+    """An action that was done, or prevented, for a job."""
 
     at: float
     job: str
@@ -37,30 +37,33 @@ class Mark:
 
 @dataclass(frozen=True)
 class Take:
-    """A request to Slurm that takes an element from a job. preempted: Slurm was taking it already."""
+    """A request to Slurm that takes an element from a job."""
 
     at: float
     action: str
     job: str
     element: int
     preempted: bool = False
+    """Slurm was taking the element already."""
 
 
 @dataclass(frozen=True)
 class Intent:
-    """A request to Slurm without an outcome yet. restarts: of the element before, -1 if unknown."""
+    """A request to Slurm without an outcome yet."""
 
     at: float
     reason: str
     restarts: int
+    """How often Slurm had requeued the element before; -1 if unknown."""
 
 
 @dataclass(frozen=True)
 class DeferredTake:
-    """A lost node that is not taken out of service yet: for which failure, and the reason for Slurm."""
+    """A lost node that is not taken out of service yet."""
 
     failure: int
     text: str
+    """The node's reason in Slurm."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,9 @@ class ClusterState:
     plan_inputs: str = ""
     plan_report: PlanReport | None = None
     observed_since: float = 0.0
-    """Start of the summary of calls not made, as time and event; 0 when nothing is only observed."""
+    """When the summary of calls not made begins; 0 when nothing is only observed."""
     observed_after: int = 0
+    """The last event before that."""
     observed_week: ObservedWeek | None = None
     paused: dict[str, float] = field(default_factory=dict)
     """Partitions ("" for all) that an admin has paused, and until when; 0 for no end."""

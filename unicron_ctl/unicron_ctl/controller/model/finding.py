@@ -49,12 +49,13 @@ class Source(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One report of a sensor. at: seconds since the epoch, the controller's clock."""
+    """One report of a sensor."""
 
     what: What
     job: str
     slots: tuple[int, ...]
     at: float
+    """Seconds since the epoch, on the controller's clock."""
     source: Source
     evidence: str
     element: int = -1

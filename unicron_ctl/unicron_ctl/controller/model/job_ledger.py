@@ -42,12 +42,7 @@ class Account:
 
 @dataclass
 class OpenIteration:
-    """An iteration with reports outstanding.
-
-    summed, computed: how often, by micro-batch. summed_again, computed_again: those counted more than once. strangers:
-    micro-batches that do not exist. dropped: a rank computed micro-batches that are not in its gradient, as it had no
-    copy to undo a reduce with.
-    """
+    """An iteration with reports outstanding."""
 
     total: int
     generation: int = 0
@@ -55,13 +50,18 @@ class OpenIteration:
     reporters: set[int] = field(default_factory=set)
     seconds: list[float] = field(default_factory=list)
     summed: dict[int, int] = field(default_factory=dict)
+    """micro-batch -> the number of gradients that have it."""
     computed: dict[int, int] = field(default_factory=dict)
+    """micro-batch -> how often ranks computed it."""
     summed_again: set[int] = field(default_factory=set)
+    """Micro-batches in more than one gradient."""
     computed_again: set[int] = field(default_factory=set)
     strangers: set[int] = field(default_factory=set)
+    """Micro-batches that do not exist."""
     in_gradients: int = 0
     times_computed: int = 0
     dropped: bool = False
+    """A rank computed micro-batches that are not in its gradient: it had no copy to undo a reduce with."""
     missing: set[int] | None = None
     """The members of the last comparison that have not reported."""
     members: Collection[int] = ()
@@ -182,8 +182,9 @@ class JobLedger:
 
 @dataclass
 class PlainSteps:
-    """Takes the place of the ledger for plain programs, which report their number of iterations and no contents. A job
-    has made as many as each of its ranks."""
+    """Takes the place of the ledger for plain programs, which report their number of iterations and no contents.
+
+    The job has made an iteration once each of its ranks has."""
 
     closed: int = -1
     last: dict[int, tuple[int, int, float]] = field(default_factory=dict)

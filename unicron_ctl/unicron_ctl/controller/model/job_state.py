@@ -40,10 +40,11 @@ class Phase(enum.StrEnum):
 
 
 class Identity(NamedTuple):
-    """The process in a slot: its agent and the incarnation under that agent."""
+    """The process in a slot."""
 
     agent: str
     incarnation: int
+    """The number of the process under that agent."""
 
 
 @dataclass
@@ -263,10 +264,11 @@ class JobState:
     lost_before: float = 0.0
     """The same up to the last failure that was healed."""
     stepping_since: float = 0.0
+    """When the first iteration of the generation `stepped_in` began; 0 before."""
     stepped: float = 0.0
-    """Of the last generation that has stepped: the begin of its first iteration, and the end of its last; 0 before."""
+    """When its last iteration ended; 0 before."""
     stepped_in: int = 0
-    """That generation."""
+    """The last generation that has stepped."""
     worked: dict[int, Identity] = field(default_factory=dict)
     """The processes that have finished an iteration."""
     tries: int = 0
@@ -310,7 +312,7 @@ class JobState:
     counted: tuple[dict[int, Identity], frozenset[int]] = field(
         default_factory=lambda: ({}, frozenset()), repr=False, compare=False
     )
-    """The members for which `inside` was computed, and the result: the dict is replaced, never changed."""
+    """The members for which `inside` was computed, and the result: the dict of members is replaced, never changed."""
 
     def begin_phase(self, phase: Phase, now: float) -> None:
         """Begins a phase; only the fold calls this. A Break with more losses does not begin its phase anew."""

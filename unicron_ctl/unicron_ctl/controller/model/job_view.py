@@ -23,9 +23,10 @@ PUT_BACK_SECONDS = 1.0  # a newcomer that does not acknowledge a Break by then h
 
 @dataclass
 class JobView:
-    """One job as deciders get it: its durable record (`state`), and its volatile part, which a restart loses."""
+    """One job as deciders get it: its durable record, and its volatile part, which a restart loses."""
 
     state: JobState
+    """The durable record."""
     agents: dict[int, AgentView] = field(default_factory=dict)
     changed: set[int] = field(default_factory=set)
     """Slots whose status sensors have not seen yet."""
@@ -74,14 +75,17 @@ class JobView:
     ready_look_at: float = 0.0
     """When to check the waiting elements next."""
     rank_replica: int = 1
-    """Ranks of a replica, by the job's ranks; `rank_layout` is its shape."""
+    """Ranks of a replica, by the job's ranks."""
     rank_layout: str = ""
+    """The layout of a replica, by the job's ranks."""
     saves: bool = False
-    """Ranks still save their state before all start again; `saves_look_at`: when to check next."""
+    """Ranks still save their state before all start again."""
     saves_look_at: float = 0.0
+    """When to check that next."""
     unlike: bool = False
-    """Ranks wait that can never train with the others; `unlike_look_at`: when to check next."""
+    """Ranks wait that can never train with the others."""
     unlike_look_at: float = 0.0
+    """When to check that next."""
     nobody_until: float = 0.0
     """Until when it counts as known that no survivors make a complete replica."""
     remembers: bool = False
@@ -92,6 +96,7 @@ class JobView:
     """Images for which the job waits while it forms."""
     per_node: int = field(init=False)
     planned: tuple[list[int], frozenset[int]] = field(default_factory=lambda: ([], frozenset()))
+    """The members of the last plan that was looked at, as a list and as a set."""
 
     def __post_init__(self) -> None:
         self.per_node = self.state.per_node
@@ -258,7 +263,7 @@ class JobView:
                 self.remembers = self.remembers or rank.remembers
                 self.sharded = self.sharded or rank.sharded
 
-    def begin_phase(self, now: float) -> None:
+    def begin_phase(self) -> None:
         """Takes in that the job's phase, members or plan changed: every member is checked once, closely those that are
         further than the start of the phase."""
         state, phase = self.state, self.state.phase

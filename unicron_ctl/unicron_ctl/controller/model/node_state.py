@@ -19,26 +19,28 @@ OUT = ("down", "drain")  # actions that take a node out of service
 
 @dataclass(frozen=True)
 class HealthReport:
-    """The last check of a node.
-
-    at: when the controller heard of it; checked_at: the node's own clock when the checks began.
-    """
+    """The last check of a node."""
 
     verdict: str
     reason: str
     source: str
     at: float
+    """When the controller heard of it."""
     checked_at: float
+    """When the checks began, on the node's own clock."""
     drain: bool = False
 
 
 @dataclass
 class SeenEvent:
-    """A node event: its id, when it was recorded, and its record with the action taken since."""
+    """A node event on record."""
 
     id: int
+    """Its number in the log."""
     time: float
+    """When it was recorded."""
     said: records.NodeEvent
+    """Its record, with the action taken since."""
 
 
 @dataclass
@@ -55,8 +57,9 @@ class NodeState:
     heard: deque[str] = field(default_factory=lambda: deque(maxlen=MARKS_KEPT))
     """Marks (agent:number) of accepted events."""
     downed: bool = False
-    """Whether this controller took it out of service; with `reason`, at `downed_at`."""
+    """Whether this controller took it out of service, at `downed_at`."""
     reason: str = ""
+    """The reason that Slurm was given for it."""
     downed_at: float = 0.0
     drained: bool = False
     """Whether it was drained, as proven bad or lost while other jobs ran there; otherwise it was dead and set down."""
@@ -65,9 +68,10 @@ class NodeState:
     out_at: float = 0.0
     """When Slurm was seen to have done it."""
     refused: str = ""
-    """Why Slurm refuses, with a remedy for the admin; `refused_at`, `refused_for`: when, for which job."""
+    """Why Slurm refuses, with a remedy for the admin."""
     refused_at: float = 0.0
     refused_for: str = ""
+    """The job for which the node was to be taken out."""
     resumed_at: float = 0.0
     health: HealthReport | None = None
     paired: HealthReport | None = None

@@ -30,16 +30,15 @@ WAITS_FOR_NODES = frozenset({"", "None", "Priority", "Resources"})  # other reas
 
 @dataclass
 class Listing:
-    """Slurm's nodes and elements, and when it was asked (seconds since the epoch).
-
-    elements: an entry for each node of an element with several. rows: each element as Slurm allocates it; the same
-    where no element has several nodes.
-    """
+    """Slurm's nodes and elements."""
 
     asked_at: float
+    """When Slurm was asked, in seconds since the epoch."""
     nodes: Sequence[NodeInfo]
     elements: Sequence[ElementInfo]
+    """An entry for each node of an element with several."""
     rows: Sequence[ElementInfo] = ()
+    """Each element as Slurm allocates it; the same as `elements` if none has several nodes."""
 
     def __post_init__(self) -> None:
         self.by_name = {node.name: node for node in self.nodes}
@@ -250,6 +249,7 @@ class View:
     live: Live
     slurm: SlurmView
     now: float
+    """Seconds since the epoch."""
     started_at: float
     """When this controller started; later by as long as it stood still."""
     suspicions: Suspicions = field(default_factory=Suspicions)
@@ -324,10 +324,11 @@ class Send:
 
 
 class Order(NamedTuple):
-    """A message that is repeated until it takes effect, every `repeat_seconds` at most. key: its name."""
+    """A message that is repeated until it takes effect, every `repeat_seconds` at most."""
 
     agent: AgentView
     key: str
+    """The name of the order: it is the same when the message is repeated."""
     message: wire.Message
 
 

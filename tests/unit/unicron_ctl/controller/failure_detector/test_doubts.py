@@ -25,11 +25,6 @@ GRACE = 5.0  # the default restart_grace
 EVERYBODY = [*(("1", element) for element in range(5)), *(("2", element) for element in range(3)), ("3", 0)]
 
 
-@pytest.fixture
-def company() -> Company:
-    return Company()
-
-
 # ---------------------------------------------------------------- nobody at all
 def alone(company: Company) -> bool:
     check_alone(company.view, Outcome())
@@ -253,51 +248,41 @@ def test_agents_that_have_not_come_back_and_those_given_up_are_silent_too(compan
     assert silent_nodes(company)[0] == {"n1": one.since, "n2": other.since}
 
 
-def test_who_was_given_up_counts_until_it_is_heard_shown_dead_or_forgotten(company: Company):
-    view, job, agent = company.view, company.view.state.jobs["1"], company.agent()
-    record = job.agents[0]
-    company.slurm.reasons["n1"] = "rack 3 has burnt"
-
-    def counts(seconds: float = 10.0) -> bool:
-        view.suspicions = Suspicions()
-        view.suspicions.given_up["1", 0] = company.suspect(seconds=seconds)
-        view.suspicions.open.clear()
-        counted(company)
-        return ("1", 0) in view.suspicions.given_up
-
-    assert counts() and counts(STATE_WAIT) and not counts(STATE_WAIT + 0.25)
-    for gone, found in (("silent", True), ("agent died", True), ("node ended", True), ("finished", False)):
-        record.gone = gone
-        assert counts() == found, gone
-    record.gone = ""
-    for change in ({"agent": "another"},):
-        job.agents[0] = replace(record, **change)
-        assert not counts()
-    del job.agents[0]
-    assert not counts()
-    job.agents[0] = record
+@pytest.mark.parametrize(
+    ("part", "changes", "counts"),
+    [
+        *(("record", {"gone": gone}, True) for gone in ("", "silent", "agent died", "node ended")),
+        ("record", {"gone": "finished"}, False),
+        ("record", {"agent": "another"}, False),
+        ("job", {"agents": {}}, False),
+        ("job", {"ended": Ending(0, "it has trained to the end", NOW)}, False),
+        ("state", {"jobs": {}}, False),
+        ("agent", {"last_heard": NOW - 10.0}, True),
+        ("agent", {"last_heard": NOW - 9.75}, False),
+        ("agent", {"last_heard": NOW - 9.75, "expired": True}, True),
+        ("live", {"jobs": {}}, True),
+    ],
+)
+def test_who_was_given_up_counts_until_it_is_heard_or_forgotten(company: Company, part, changes, counts):
+    """An agent that has expired has spoken before it was given up."""
+    view, job = company.view, company.view.state.jobs["1"]
     suspicion = company.suspect()
-    for heard, found in ((suspicion.since, True), (suspicion.since + 0.25, False)):
-        view.suspicions = Suspicions(given_up={("1", 0): suspicion})
-        agent.last_heard = heard
-        counted(company)
-        assert (("1", 0) in view.suspicions.given_up) == found, heard
-    agent.expired = True
-    view.suspicions = Suspicions(given_up={("1", 0): suspicion})
+    view.suspicions = Suspicions(given_up={suspicion.key: suspicion})
+    parts = {"record": job.agents[0], "job": job, "agent": company.agent(), "state": view.state, "live": view.live}
+    for name, value in changes.items():
+        setattr(parts[part], name, value)
     counted(company)
-    assert view.suspicions.given_up, "it has spoken before it was given up"
-    view.live.remove("1", 0)
-    view.suspicions = Suspicions(given_up={("1", 0): suspicion})
+    assert (suspicion.key in view.suspicions.given_up) == counts
+
+
+@pytest.mark.parametrize(
+    ("seconds", "down", "counts"),
+    [(10.0, False, True), (10.0, True, False), (STATE_WAIT, False, True), (STATE_WAIT + 0.25, False, False)],
+)
+def test_who_was_given_up_counts_until_it_is_shown_dead_and_not_for_ever(company: Company, seconds, down, counts):
+    company.slurm.reasons["n1"] = "rack 3 has burnt"
+    company.list_slurm(n1="DOWN" if down else "IDLE")
+    suspicion = company.suspect(seconds=seconds)
+    company.view.suspicions = Suspicions(given_up={suspicion.key: suspicion})
     counted(company)
-    assert view.suspicions.given_up
-    view.live.add(agent)
-    agent.expired = False
-    company.list_slurm(n1="DOWN")
-    assert not counts()
-    company.list_slurm(n1="IDLE")
-    job.ended = Ending(0, "it has trained to the end", NOW)
-    assert not counts()
-    job.ended = None
-    view.suspicions = Suspicions(given_up={("9", 0): replace(suspicion, job="9")})
-    counted(company)
-    assert not view.suspicions.given_up, "its job is forgotten"
+    assert bool(company.view.suspicions.given_up) == counts

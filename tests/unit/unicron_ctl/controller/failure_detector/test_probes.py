@@ -28,11 +28,6 @@ from unicron_ctl.shared.protocol import structs, wire
 from unicron_ctl.shared.protocol.reach import Reach
 
 
-@pytest.fixture
-def company() -> Company:
-    return Company()
-
-
 def ending(company: Company, number: int = 7, refused: bool = False) -> EndingNode:
     """The node of element 0 is under question, in the round of that number."""
     agent = company.agent()

@@ -25,11 +25,6 @@ from unicron_ctl.shared.protocol import structs, wire
 
 
 @pytest.fixture
-def company() -> Company:
-    return Company()
-
-
-@pytest.fixture
 def job(company: Company) -> JobState:
     return company.view.state.jobs["1"]
 

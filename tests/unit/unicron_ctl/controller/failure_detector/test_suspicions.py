@@ -21,11 +21,6 @@ GRACE = 5.0  # the default restart_grace
 KEY = ("1", 0)
 
 
-@pytest.fixture
-def company() -> Company:
-    return Company()
-
-
 def job_of(company: Company) -> JobState:
     return company.view.state.jobs["1"]
 
@@ -164,42 +159,33 @@ def test_whom_silence_took_is_remembered_and_a_node_that_nobody_reached_stays_un
         assert (KEY in now.given_up, "n1" in now.ending_nodes) == (given_up, ending), (answers, states)
 
 
-def test_a_suspicion_ends_when_the_agent_speaks_or_is_the_jobs_no_more(company: Company):
-    view, job, agent = company.view, job_of(company), company.agent()
-    name, record = agent.agent, job.agents[0]
+@pytest.mark.parametrize(
+    ("part", "name", "value", "goes_on"),
+    [
+        ("agent", "last_heard", NOW - 10.0, True),
+        ("agent", "last_heard", NOW - 9.75, False),
+        ("agent", "agent", "another", False),
+        ("status", "leaving", "stopped by SIGTERM", False),
+        ("record", "agent", "another", False),
+        ("job", "agents", {}, False),
+        ("job", "ended", Ending(0, "it has trained to the end", NOW), False),
+    ],
+)
+def test_a_suspicion_ends_when_the_agent_speaks_or_is_the_jobs_no_more(company: Company, part, name, value, goes_on):
+    job, agent = job_of(company), company.agent()
+    company.suspect(asked=1.0)
+    setattr({"job": job, "record": job.agents[0], "agent": agent, "status": agent.status}[part], name, value)
+    check_leases(company.view)
+    assert (KEY in company.view.suspicions.open) == goes_on
 
-    def goes_on() -> bool:
-        company.suspect(asked=1.0)
-        return True
 
-    def stays() -> bool:
-        check_leases(view)
-        return KEY in view.suspicions.open
-
-    assert goes_on() and stays()
-    agent.last_heard = NOW - 9.75
-    assert not stays(), "it has spoken since"
-    assert goes_on()
-    agent.agent = "another"
-    assert not stays()
-    agent.agent = name
-    assert goes_on()
-    agent.status.leaving = "stopped by SIGTERM"
-    assert not stays()
-    agent.status.leaving = ""
-    assert goes_on()
-    record.agent = "another"
-    assert not stays()
-    record.agent = name
-    assert goes_on()
-    del job.agents[0]
-    assert not stays()
-    job.agents[0] = record
-    assert goes_on()
-    view.live.remove("1", 0)
-    assert stays(), "it has not come back"
-    job.ended = Ending(0, "it has trained to the end", NOW)
-    assert not stays()
+@pytest.mark.parametrize("over", [False, True])
+def test_an_agent_that_has_not_come_back_is_suspected_until_its_job_is_over(company: Company, over: bool):
+    company.suspect(asked=1.0)
+    company.view.live.remove("1", 0)
+    job_of(company).ended = Ending(0, "it has trained to the end", NOW) if over else None
+    check_leases(company.view)
+    assert (KEY in company.view.suspicions.open) != over
 
 
 def doubts(company: Company) -> list[str]:

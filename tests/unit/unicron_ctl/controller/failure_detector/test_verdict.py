@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.support.suspects import LEASE, NOW, STATE_WAIT, Company
 from unicron_ctl.controller.failure_detector.leases import Evidence
 from unicron_ctl.controller.failure_detector.probes import ANSWER_SECONDS
 from unicron_ctl.controller.model.suspicion import Suspicion
-
-
-@pytest.fixture
-def company() -> Company:
-    return Company()
 
 
 def judged(company: Company, suspicion: Suspicion) -> str:
@@ -144,6 +137,16 @@ def test_slurms_word_counts_as_two_against_strangers_who_reach_the_door(company:
     company.list_slurm(n1="IDLE")
     suspicion = company.suspect(answers="b0=RU")
     assert Evidence(company.tick(), suspicion).reached, "nobody contradicts it"
+
+
+def test_an_agent_that_was_reached_lives_until_the_next_round_has_answers(company: Company):
+    """Defect: a round that began early was forgotten whole, and Slurm's word alone took the node."""
+    company.list_slurm(n1="IDLE,NOT_RESPONDING")
+    suspicion = company.suspect(answers="2=RU")
+    company.ask(suspicion, "", ANSWER_SECONDS)
+    assert judged(company, suspicion) == ""
+    company.ask(suspicion, "", ANSWER_SECONDS)
+    assert judged(company, suspicion) == "node lost, slurm", "two rounds ago is too long"
 
 
 def test_what_shows_the_elements_end_needs_no_witness(company: Company):

@@ -59,7 +59,6 @@ def test_the_job_has_as_many_elements_as_nodes_and_all_of_them_train():
     job = world.job()
     assert job.nodes == ["n1", "n2", "n3"] and job.settings.max_nodes == 3 and job.settings.allocation
     assert "1" not in world.core.state.assignment, "the plan leaves it as it is"
-    world.check_replay()
 
 
 @pytest.mark.parametrize(("stated", "seconds"), [(True, START_SECONDS), (False, 100.0)])
@@ -98,7 +97,6 @@ def test_a_lost_node_is_drained_and_never_set_down_and_the_others_go_on(snapshot
     assert set(world.job().members) == {0, 1} and world.job().phase == "running"
     assert by_node(world.slurm.elements()[0], world) == {0: "n1", 1: "n2"}
     assert not OF_ELEMENTS & {call[0] for call in world.slurm.calls}
-    world.check_replay()
 
 
 def test_the_first_node_that_is_lost_leaves_the_others_their_numbers():
@@ -139,7 +137,6 @@ def test_a_program_that_crashes_again_and_again_ends_the_job_and_takes_no_node_o
     assert job.ended is not None and job.ended.code == 1
     assert not job.avoid and {failure.record.action for failure in job.failures} == {"restart", "end_job"}
     assert not world.core.state.withheld, "nobody calls an admin for it"
-    world.check_replay()
 
 
 def test_a_node_with_a_fault_of_its_hardware_is_left_out():
@@ -163,18 +160,21 @@ def test_a_plain_job_on_one_node_is_requeued_for_a_fault_of_its_node_only(text, 
     assert {"requeue", "requeue_hold"} & {call[0] for call in world.slurm.calls} == asked
 
 
-def test_a_job_that_slurm_requeues_begins_on_its_new_nodes_under_the_same_id():
+@pytest.mark.parametrize("nodes", [["n1", "n3", "n4"], ["n1", "n3"]])
+@pytest.mark.parametrize("seen_waiting", [True, False])
+def test_a_job_that_slurm_requeues_begins_on_its_new_nodes_under_the_same_id(nodes, seen_waiting):
     world, agents = training()
     gone(agents)
-    world.slurm.queue["1", 0] = allocation_row(None, "PENDING", restarts=1)
-    world.run(3.0)
-    world.slurm.queue["1", 0] = allocation_row("n[1,3-4]", restarts=1)
+    if seen_waiting:
+        world.slurm.queue["1", 0] = allocation_row(None, "PENDING", restarts=1)
+        world.run(3.0)
+    world.slurm.queue["1", 0] = allocation_row(",".join(nodes), restarts=1)
+    world.run(1.5 if seen_waiting else 8.0)
+    again = [allocation_comes(world, element, node, nodes=len(nodes)) for element, node in enumerate(nodes)]
     world.run(1.5)
-    again = [allocation_comes(world, element, node) for element, node in enumerate(("n1", "n3", "n4"))]
-    world.run(1.5)
-    assert world.job().nodes == ["n1", "n3", "n4"] and world.job().nodes_of_restart == 1
+    assert world.job().nodes == nodes and world.job().nodes_of_restart == 1
     trains(world, again)
-    world.check_replay()
+    assert world.job().settings.max_nodes == len(nodes)
 
 
 def test_the_steps_of_a_job_that_slurm_requeues_are_counted_anew():
@@ -212,18 +212,6 @@ def test_the_steps_of_a_job_that_slurm_requeues_are_counted_anew():
     assert welcome(resumed) == welcome(broken_off) != welcome(again), "what it kept in memory is its own"
     end(resumed)
     end(begin(0, 2))
-    world.check_replay()
-
-
-def test_a_job_that_slurm_requeues_with_fewer_nodes_counts_them_anew():
-    world, agents = training()
-    gone(agents)
-    world.slurm.queue["1", 0] = allocation_row("n[1,3]", restarts=1)
-    world.run(8.0)
-    again = [allocation_comes(world, element, node, nodes=2) for element, node in enumerate(("n1", "n3"))]
-    world.run(1.5)
-    trains(world, again)
-    assert world.job().settings.max_nodes == 2
 
 
 @pytest.mark.parametrize(
@@ -246,7 +234,6 @@ def test_the_script_of_an_allocation_without_its_batch_host_runs_again_once_the_
     assert [call[0] for call in world.slurm.calls if call[1] == "1"] == asked
     if asked == ["requeue"]:
         assert world.slurm.queue["1", 0]["state"] == "PENDING", "it waits for nodes and is not cancelled"
-    world.check_replay()
 
 
 def test_other_jobs_do_not_get_the_nodes_of_an_allocation():
@@ -312,7 +299,6 @@ def test_a_step_that_was_killed_holds_the_job_no_longer_than_its_agents(lives):
     assert world.job().step == LAUNCHES and [agent.agent for agent in world.job().agents.values()] == [
         agent.agent for agent in later
     ]
-    world.check_replay()
 
 
 @pytest.mark.parametrize("state", ["COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL"])
@@ -325,4 +311,3 @@ def test_a_job_that_ended_while_the_controller_was_away_is_over(state):
     world.run(60.0)
     job = world.job()
     assert job.ended is not None and (job.ended.code == 0) == (state == "COMPLETED")
-    world.check_replay()

@@ -59,7 +59,6 @@ def test_an_agent_is_taken_in_as_slurm_shows_it():
     job = world.job()
     assert told(agent, wire.Welcome) and (job.uid, job.settings.user, job.submitted) == (ANN, "ann", 1.0)
     assert job.settings.max_nodes == 2, "the array has two elements, whatever the agent says"
-    world.check_replay()
 
 
 @pytest.mark.parametrize(("node", "uid", "says"), [("n1", BOB, "not its owner ann"), ("n4", ANN, "runs element 0")])
@@ -123,19 +122,17 @@ def test_without_slurms_word_a_job_is_healed_within_itself_and_touches_nothing()
     agents[1].silent, world.slurm.refuse = False, ""
     world.run(4.0)
     assert world.job().submitted == 1.0 and world.job().agents[0].confirmed and world.job().uid == ANN
-    world.check_replay()
 
 
 def test_a_job_that_was_begun_in_an_outage_by_another_user_ends_when_slurm_is_back():
     world = cluster()
-    world.slurm.refuse = "slurmctld is away"
-    thief = FakeAgent(world, "1", 0, "n1")
-    register(world, thief, BOB)
-    world.run(CONFIRM_SECONDS + 0.5, heartbeats=False)
+    thief = obstinate(world, "1", 0, "n1")
+    outage(world, thief, uid=BOB)
     assert told(thief, wire.Welcome)
     world.slurm.refuse = ""
     world.run(3.0)
     assert world.job().ended and not world.slurm.calls
+    assert told(thief, wire.Refusal) and not told(thief, wire.End), "its command goes on unmanaged"
     owner = comes(world, "1", 0, "n1", name="owner", after=0.5)
     assert told(owner, wire.Welcome) and world.job().uid == ANN and not world.job().ended
 
@@ -160,14 +157,11 @@ def test_while_slurm_is_silent_a_job_with_the_number_of_one_that_ended_waits(sna
     world.slurm.queue.clear()
     world.run(3.0, heartbeats=False)
     world.slurm.submit("1", 1, uid=ANN, user="ann", submitted=500.0)
-    world.slurm.refuse = "slurmctld is away"
     second = obstinate(world, "1", 0, "n1", name="second")
-    register(world, second)
-    world.run(CONFIRM_SECONDS + 1.0, heartbeats=False)
+    outage(world, second)
     (refused,) = told(second, wire.Refusal)
     assert refused.reason == snapshot and not refused.final and not told(second, wire.End)
-    register(world, first)
-    world.run(CONFIRM_SECONDS + 1.0, heartbeats=False)
+    outage(world, first)
     assert told(first, wire.End), "one that is known is of the job that has ended"
     world.slurm.refuse = ""
     register(world, second)
@@ -237,16 +231,6 @@ def test_a_job_that_slurm_does_not_show_when_it_is_back_is_let_go():
         world.slurm.queue["77", element].update(state="RUNNING", node=f"n{element + 1}")
     world.run(3.0)
     assert not world.job("77").ended and world.job("77").submitted and not world.slurm.calls
-    world.check_replay()
-
-
-def test_the_command_of_whoever_took_another_s_job_id_goes_on_unmanaged():
-    world = cluster()
-    thief = obstinate(world, "1", 0, "n1")
-    outage(world, thief, uid=BOB)
-    world.slurm.refuse = ""
-    world.run(3.0)
-    assert world.job().ended and told(thief, wire.Refusal) and not told(thief, wire.End)
 
 
 def test_what_slurm_has_not_confirmed_is_bounded(monkeypatch):

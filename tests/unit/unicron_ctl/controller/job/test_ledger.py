@@ -17,17 +17,31 @@ def step(slot: int, iteration: int, indices: list[int], computed: list[int] | No
     return StepReport(generation=1, iteration=iteration, total=4, at=0.0, ranks=[rank])
 
 
-def test_an_iteration_is_closed_when_all_is_accounted_for():
-    ledger = JobLedger()
-    assert ledger.add(step(0, 0, [0, 2]), {0, 1}, lambda i: False) == []
-    (account,) = ledger.add(step(1, 0, [1, 3]), {0, 1}, lambda i: False)
-    assert account.problems == [] and account.computed == 4 and account.ranks == 2
-    assert ledger.add(step(1, 0, [1, 3]), {0, 1}, lambda i: False) == [], "a repeated report counts once"
-
-
 def no(iteration: int) -> bool:
     """Nothing disturbs an iteration."""
     return False
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "disturbed", "computed", "unreported"),
+    [
+        pytest.param([[0, 2]], [[1, 3]], False, 4, [], id="all is there"),
+        pytest.param([[0, 2]], [[1, 3], [3, 0]], True, 4, [], id="computed twice without being dropped"),
+        pytest.param([[0, 2]], [[1]], True, 3, [3], id="a report is missing"),
+        pytest.param([[0, 2], [1, 3, 0, 2]], [[1, 3]], True, 6, [], id="dropped without a copy as a generation broke"),
+        pytest.param([[0, 2], [1, 3, 0, 2]], [[1, 3]], False, 6, [], id="dropped, and no generation broke"),
+        pytest.param([[0, 2]], [[1, 2]], False, 4, [], id="one is missing, and one doubled"),
+        pytest.param([[0, 1, 4]], [[-1, 2, 4]], False, 6, [], id="strangers"),
+    ],
+)
+def test_the_account_of_an_iteration(first, second, disturbed, computed, unreported, snapshot):
+    """Each rank has micro-batches in its gradient and, if others, those that it computed."""
+    ledger = JobLedger()
+    assert ledger.add(step(0, 0, *first), {0, 1}, lambda _: disturbed) == []
+    (account,) = ledger.add(step(1, 0, *second), {0, 1}, lambda _: disturbed)
+    assert (account.computed, account.ranks, account.unreported) == (computed, 2, unreported)
+    assert account.problems == snapshot
+    assert ledger.add(step(1, 0, *second), {0, 1}, lambda _: disturbed) == [], "a repeated report counts once"
 
 
 def test_what_cannot_be_is_not_counted():
@@ -69,14 +83,6 @@ def test_without_a_disturbance_all_members_reports_prove_a_gap_only_when_they_go
     assert list(ledger.open) == [1]
 
 
-def test_a_stranger_is_no_micro_batch_that_is_missing_or_doubled(snapshot):
-    ledger = JobLedger()
-    ledger.add(step(0, 0, [0, 1, 4]), {0, 1}, no)
-    accounts = ledger.add(step(1, 0, [-1, 2, 4]), {0, 1}, no)
-    (account,) = accounts
-    assert account.problems == snapshot
-
-
 def test_who_has_to_report_is_found_anew_when_the_members_change():
     entry = OpenIteration(4)
     entry.add(RankStep(0, [0], 1.0, 2.0), 1)
@@ -85,20 +91,6 @@ def test_who_has_to_report_is_found_anew_when_the_members_change():
     assert entry.all_in(two) and entry.all_in(two) and not entry.all_in(others)
     entry.add(RankStep(2, [2], 1.0, 2.0), 1)
     assert entry.all_in(others)
-
-
-def test_what_is_computed_twice_without_being_dropped_is_a_violation(snapshot):
-    ledger = JobLedger()
-    ledger.add(step(0, 0, [0, 2]), {0, 1}, lambda i: True)
-    (account,) = ledger.add(step(1, 0, [1, 3], [3, 0]), {0, 1}, lambda i: True)
-    assert account.problems == snapshot
-
-
-def test_a_dead_ranks_missing_report_is_named_and_no_violation():
-    ledger = JobLedger()
-    ledger.add(step(0, 0, [0, 2]), {0, 1}, lambda i: True)
-    (account,) = ledger.add(step(1, 0, [1]), {0, 1}, lambda i: True)
-    assert account.unreported == [3] and account.problems == []
 
 
 def test_gaps_doubles_and_strangers_are_violations(snapshot):
@@ -111,24 +103,9 @@ def test_gaps_doubles_and_strangers_are_violations(snapshot):
         step(0, 2, [0, 2]),
         step(1, 2, [1, 3]),
     ]
-    accounts = [account for report in reports for account in ledger.add(report, {0, 1}, lambda i: False)]
+    accounts = [account for report in reports for account in ledger.add(report, {0, 1}, no)]
     assert [account.iteration for account in accounts] == [0, 1, 2] and accounts[2].problems == []
     assert [account.problems for account in accounts[:2]] == snapshot
-
-
-def test_a_rank_that_keeps_no_copies_may_drop_what_it_computed_when_a_generation_breaks():
-    for disturbed in (True, False):
-        ledger = JobLedger()
-        ledger.add(step(0, 0, [0, 2], [1, 3, 0, 2]), {0, 1}, lambda i, now=disturbed: now)
-        (account,) = ledger.add(step(1, 0, [1, 3]), {0, 1}, lambda i, now=disturbed: now)
-        assert bool(account.problems) is not disturbed and account.computed == 6
-
-
-def test_what_is_missing_although_all_have_reported_is_named_beside_what_is_doubled(snapshot):
-    ledger = JobLedger()
-    ledger.add(step(0, 0, [0, 2]), {0, 1}, lambda i: False)
-    (account,) = ledger.add(step(1, 0, [1, 2]), {0, 1}, lambda i: False)
-    assert account.problems == snapshot and account.unreported == []
 
 
 def test_the_ledger_is_checked():

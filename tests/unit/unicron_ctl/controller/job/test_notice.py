@@ -58,28 +58,20 @@ def test_the_ranks_leave_at_the_next_boundary_and_their_agent_is_released_then()
     agents[1].silent = True
     world.run(8.0)
     assert not world.job().failures and set(world.job().members) == {0, 2} and not world.job().noticed
-    world.check_replay()
 
 
-def test_what_slurm_preempts_is_requeued_once_it_has_left_and_stays_until_then():
+def test_what_slurm_preempts_is_requeued_once_it_has_left_and_stays_until_then(replays: list[World]):
+    """The preemption leaves the job's share of requeues to its failures."""
     world, agents = started()
+    replays.clear()
+    world.core.state.taken.extend(Take(world.now - 60.0, "requeue", "1", 0) for _ in range(20))
+    assert Bounds(world.core.view).refuse(Action("requeue", "1", 1, "", "")), "of an element that nobody preempts"
     notice(agents[1])
     world.run(0.3)
     assert not world.slurm.calls
     boundary(world, 0.5)
     world.run(1.5)
     assert released(agents[1])[:1] == [(True, True)], "it would not be requeued if it ended by itself"
-    assert [call[:3] for call in world.slurm.calls][:1] == [("requeue", "1", 1)]
-
-
-def test_a_preemption_leaves_the_jobs_share_of_requeues_to_its_failures():
-    world, agents = started()
-    world.core.state.taken.extend(Take(world.now - 60.0, "requeue", "1", 0) for _ in range(20))
-    assert Bounds(world.core.view).refuse(Action("requeue", "1", 1, "", "")), "of an element that nobody preempts"
-    notice(agents[1])
-    world.run(0.3)
-    boundary(world, 0.5)
-    world.run(1.5)
     assert [call[:3] for call in world.slurm.calls][:1] == [("requeue", "1", 1)]
     assert [take.preempted for take in world.core.state.taken][19:21] == [False, True]
 
@@ -140,7 +132,6 @@ def test_plain_programs_do_not_wait_for_what_was_asked_to_end(taken):
     again.ready()
     world.run(12.0)
     assert set(world.job().members) == {0, 1, 2} and not world.job().failures
-    world.check_replay()
 
 
 def test_where_all_are_to_end_nobody_waits():
@@ -180,7 +171,6 @@ def test_a_loss_before_the_boundary_is_healed_as_ever(dies):
         boundary(world, 0.5)
         world.run(1.5)
         assert 1 not in world.job().members and (True, True) in released(agents[1])
-    world.check_replay()
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -197,4 +187,3 @@ def test_a_job_that_is_cancelled_has_no_failures(killed):
             agent.status("stopped by SIGTERM")
     world.run(10.0)
     assert not world.job().failures and not world.job().members
-    world.check_replay()

@@ -56,13 +56,6 @@ def test_a_job_begins_with_its_members_and_the_spare_waits_ready():
     assert [e.record.ready for e in world.log if e.kind == "spares"][-1] == [3]
     world.run(700.0)
     assert sorted(world.job().members) == [0, 1, 2] and not world.job().failures
-    world.check_replay()
-
-
-def test_without_spares_all_train():
-    world, _ = started(wanted=0)
-    assert sorted(world.job().members) == [0, 1, 2, 3] and standing(world) == {}
-    assert "spares" not in world.kinds()
 
 
 def test_it_does_not_wait_for_the_spare_to_begin():
@@ -91,7 +84,6 @@ def test_a_lost_node_is_replaced_by_the_offer_that_follows_its_loss_at_once(snap
     assert sorted(world.job().members) == [0, 2, 3] and failure.whole_at is not None and failure.restored_at is None
     assert [offer.reason, failure.actions] == snapshot
     assert standing(world) == {}
-    world.check_replay()
 
 
 def test_the_lost_element_comes_back_as_the_spare():
@@ -103,7 +95,6 @@ def test_the_lost_element_comes_back_as_the_spare():
     assert sorted(world.job().members) == [0, 2, 3] and standing(world) == {1: "ready"} and world.job().offer is None
     power_off(world, "n4")
     assert until_offered(world).members == [0, 1, 2]
-    world.check_replay()
 
 
 def test_a_spare_that_dies_costs_the_members_nothing():
@@ -116,7 +107,6 @@ def test_a_spare_that_dies_costs_the_members_nothing():
     power_off(world, "n4")
     world.run(10.0)
     assert world.job().generation == 1 and "break" not in world.kinds() and standing(world) == {}
-    world.check_replay()
 
 
 def test_two_lost_at_once_take_both_spares():
@@ -127,7 +117,6 @@ def test_two_lost_at_once_take_both_spares():
     while sorted(world.job().members) != [2, 3, 4, 5]:
         swap(world)
     assert all(failure.whole_at is not None for failure in world.job().failures)
-    world.check_replay()
 
 
 def test_more_are_lost_than_there_are_spares():
@@ -157,7 +146,6 @@ def test_a_spare_does_not_begin_the_job_alone_while_all_others_start_again():
         agent.set(agent.slots[0], state="waiting")
     world.run(1.0)
     assert world.job().phase == "running" and len(world.job().members) == 3
-    world.check_replay()
 
 
 def test_a_process_that_is_soon_there_again_keeps_its_place():
@@ -170,7 +158,6 @@ def test_a_process_that_is_soon_there_again_keeps_its_place():
     assert world.job().offer.joiners == [1]
     boundary(world)
     assert sorted(world.job().members) == [0, 1, 2] and standing(world) == {3: "ready"}
-    world.check_replay()
 
 
 def test_a_process_that_is_not_soon_there_again_loses_its_place_and_becomes_the_spare(snapshot):
@@ -184,7 +171,6 @@ def test_a_process_that_is_not_soon_there_again_loses_its_place_and_becomes_the_
     world.run(700.0)
     assert sorted(world.job().members) == [0, 2, 3] and standing(world) == {1: "ready"}
     assert len(world.job().failures) == 1, "no time limit asks that it train"
-    world.check_replay()
 
 
 def test_a_node_whose_processes_start_slowly_is_not_waited_for_again(snapshot):
@@ -232,7 +218,6 @@ def test_one_rank_of_several_that_train_by_themselves_comes_back_in_its_own_plac
     assert until_offered(world).joiners == [2]
     boundary(world)
     assert world.job().elements(world.job().members) == [0, 1] and len(world.job().members) == 8
-    world.check_replay()
 
 
 def test_a_replica_that_one_death_breaks_is_replaced_by_the_spare_as_a_whole():
@@ -247,7 +232,6 @@ def test_a_replica_that_one_death_breaks_is_replaced_by_the_spare_as_a_whole():
     assert standing(world) == {0: "ready"} and sorted(world.job().members) == [2, 3, 4, 5]
     power_off(world, "n2")
     assert until_offered(world).joiners == [0, 1], "with the state of those who train"
-    world.check_replay()
 
 
 def test_where_a_replica_spans_nodes_the_spares_make_a_whole_one():
@@ -257,7 +241,6 @@ def test_where_a_replica_spans_nodes_the_spares_make_a_whole_one():
     swap(world)
     assert len(world.job().members) == 4 and world.job().failures[0].whole_at is not None
     assert len(standing(world)) == 1
-    world.check_replay()
 
 
 def test_spares_are_rounded_to_whole_replicas(snapshot):
@@ -322,7 +305,6 @@ def test_slurm_refills_the_spare_after_the_swap():
     world.run(5.0)
     assert standing(world) == {lost: "ready"} and lost not in world.job().members
     assert any(text.startswith("start element") for text in world.job().failures[0].actions)
-    world.check_replay()
 
 
 def test_the_spare_goes_to_a_job_that_gains_more_from_its_node_and_nobody_stops_for_it(snapshot):
@@ -342,7 +324,6 @@ def test_the_spare_goes_to_a_job_that_gains_more_from_its_node_and_nobody_stops_
     assert sorted(world.job().members) == members and world.job().generation == generation
     explained = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY)
     assert explained.plan_reason == world.core.state.plan_report.reasons["1"]
-    world.check_replay()
 
 
 def test_a_hot_spare_is_among_the_nodes_that_the_partition_keeps_free(snapshot):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from unicron_ctl.controller.judge import evidence
+from unicron_ctl.controller.judge.judge import JUDGES
+from unicron_ctl.controller.model.finding import What
 from unicron_ctl.controller.sense.slurm_states import describe
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.slurm.slurm_client import ElementInfo
@@ -13,6 +15,10 @@ from unicron_detector.health.kernel_log import pid_in
 
 PAGE_FAULT = "NVRM: Xid (PCI:0000:3b:00): 31, pid=4242, name=python, Ch 00000010, intr 00000000. MMU Fault"
 OOM = "Memory cgroup out of memory: Killed process 4242 (python) total-vm:900000kB, anon-rss:800000kB"
+
+
+def test_every_kind_of_finding_has_a_judge():
+    assert set(JUDGES) == set(What), "one without would set its job aside"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+from tests.support.replays import replays  # noqa: F401
