@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tests.support.consensus import company, pairs, plan, promise
+from tests.support.consensus import company, plan, promise
 from unicron_ctl.shared.consensus.proposals import (
     PROPOSERS,
     Membership,
@@ -102,15 +102,15 @@ def test_the_plan_leaves_out_who_did_not_answer_and_who_cannot_go_on_and_names_t
 
 def test_agents_go_on_by_replicas_and_leave_the_rest_as_standbys():
     promises = {e: promise(e, done=[0, 2, 4] if e < 2 else [1, 3, 5]) for e in (0, 1, 2)}
-    proposal, following = make_proposal(pairs(4), promises, 2, (1, 0), "agent0")
+    proposal, following = make_proposal(company(4, 2), promises, 2, (1, 0), "agent0")
     assert (following.members, following.replica) == ([0, 1], 2)
     assert following.assignment == {0: [0, 2, 4, 1, 3, 5]} and is_whole(proposal)
     assert [lost.slot for lost in proposal.lost] == [3], "slot 2 waits with its state"
-    assert make_proposal(pairs(4), {e: promise(e) for e in (0, 2)}, 2, (1, 0), "agent0") is None
+    assert make_proposal(company(4, 2), {e: promise(e) for e in (0, 2)}, 2, (1, 0), "agent0") is None
 
 
 def test_each_agent_gets_the_micro_batches_of_its_replicas():
-    crowd = pairs(2 * PROPOSERS + 2)
+    crowd = company(2 * PROPOSERS + 2, 2)
     proposal, _ = make_proposal(crowd, {e: promise(e, iteration=1) for e in crowd.elements}, 2, (1, 0), "agent0")
     head = 2 * PROPOSERS
     for element in (head, head + 1):
