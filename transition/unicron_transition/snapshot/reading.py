@@ -192,9 +192,9 @@ def unpack(data: bytes) -> Any:
 def number_in(values: Mapping[str, object], name: str) -> int:
     """Return the whole number of this name, 0 if there is none. Raises TypeError for any other value."""
     value = values.get(name) or 0
-    if not isinstance(value, int):
+    if not isinstance(value, int) and not (isinstance(value, float) and value.is_integer()):
         raise TypeError(f"{name} is {str(value)[:40]!r}, no whole number")
-    return value
+    return int(value)
 
 
 def values_in(values: Mapping[str, object], name: str) -> PlainValues:
