@@ -18,7 +18,6 @@ TEXT = b"print('trained')\n" * 20_000  # more than a pipe holds
 
 
 def read_all(made: JobInput) -> bytes:
-    """Return what a process reads."""
     descriptor = made.open()
     assert descriptor is not None
     with open(descriptor, "rb") as file:
