@@ -115,11 +115,11 @@ class Others:
             self._read_at = time.monotonic()
             self._took = self._read_at - began
             self._shared = here & self._nodes_of_others(poll)
-        known = [e for e in self._seen.elements if e.job not in poll.jobs]
+        others = [e for e in self._seen.elements if e.job not in poll.jobs]
         if not fresh or self._seen.cut:
-            known = self._by_nodes(nodes, known, here | self._before, fresh)
+            others = self._by_nodes(nodes, others, here | self._before, fresh)
         self._before = here
-        return known
+        return others
 
     def _nodes_of_others(self, poll: Poll) -> set[str]:
         """Returns the nodes that other jobs had when the queue was last read."""
@@ -127,12 +127,12 @@ class Others:
         return {name for e in at_work for name in nodes_of(e)}
 
     def _by_nodes(
-        self, nodes: Sequence[NodeInfo], known: Sequence[ElementInfo], ours: Collection[str], fresh: bool
+        self, nodes: Sequence[NodeInfo], others: Sequence[ElementInfo], ours: Collection[str], fresh: bool
     ) -> list[ElementInfo]:
         """Corrects the queue by the nodes' states: an idle node is free; a busy node without a known job has an unknown
         one."""
         idle = {node.name for node in nodes if not node.states & IN_USE} if not fresh else set()
-        kept = [e for e in known if e.state == "PENDING" or not idle.issuperset(nodes_of(e))]
+        kept = [e for e in others if e.state == "PENDING" or not idle.issuperset(nodes_of(e))]
         there = {name for e in kept if e.state != "PENDING" for name in nodes_of(e)}
         busy = (node.name for node in nodes if node.states & {"ALLOCATED", "MIXED"})
         return kept + [somebody(name) for name in busy if name not in there and name not in ours]

@@ -167,8 +167,8 @@ class Proposer:
 
     def _latest_accepted(self) -> Proposal | None:
         """Return the accepted proposal of the highest ballot among the promises; a whole one if there is one."""
-        found = [promise.accepted for promise in self._promises.values() if promise.accepted is not None]
-        return max(found, key=lambda proposal: (proposal.ballot, is_whole(proposal)), default=None)
+        proposals = [promise.accepted for promise in self._promises.values() if promise.accepted is not None]
+        return max(proposals, key=lambda proposal: (proposal.ballot, is_whole(proposal)), default=None)
 
     def _check_halted(self, now: float) -> None:
         waited = now - self._quorum_at
