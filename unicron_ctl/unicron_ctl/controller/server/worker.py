@@ -81,7 +81,7 @@ class Order:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting[target][0] == ticket)
 
-    def through(self, target: Target) -> None:
+    def note_done(self, target: Target) -> None:
         """Notes that the target's current action is done."""
         with self._changed:
             waiting = self._waiting[target]
@@ -157,7 +157,7 @@ class Worker:
         self.took: Callable[[str, float], object] = lambda call, seconds: None  # called after each call of Slurm
         self._others = Others(client) if client is not None else None
         self._site = UNSAID
-        self._looked = -SETTINGS_SECONDS
+        self._site_read_at = -SETTINGS_SECONDS
         self.results: Mailbox[Result] = Mailbox()  # calls for the main thread
         self.verified: Mailbox[Result] = Mailbox()  # the same for credentials, of which strangers can send many
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="unicron-probe")
@@ -223,8 +223,8 @@ class Worker:
             nodes, own = self._client.nodes(), self._client.elements(poll.jobs)
             took = time.monotonic() - began
             elements = own + self._others.read(nodes, own, poll)
-            if time.monotonic() - self._looked >= SETTINGS_SECONDS:
-                private, domains, self._looked = self._client.private_data(), self._site.domains, time.monotonic()
+            if time.monotonic() - self._site_read_at >= SETTINGS_SECONDS:
+                private, domains, self._site_read_at = self._client.private_data(), self._site.domains, time.monotonic()
                 with contextlib.suppress(SlurmError):  # not essential: the last answer still holds
                     domains = self._client.domains()
                 kill_wait, grace, shrinks = self._client.kill_wait(), self._client.grace(), self._client.shrinks()
@@ -253,7 +253,7 @@ class Worker:
                     error, hangs = self._act(action)
                     over = hangs or time.monotonic() >= until
             finally:
-                self._order.through(action.target)
+                self._order.note_done(action.target)
             if error:
                 failed.add(action.target)
             self.results.put(partial(core.on_action, action, error))
