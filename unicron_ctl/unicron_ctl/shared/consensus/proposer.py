@@ -75,13 +75,12 @@ TABLE: dict[ProposerState, dict[ProposerEvent, ProposerState]] = {
 
 
 class Proposer:
-    """An agent's attempts to have a plan chosen, for one generation. The caller delivers and empties :attr:`outbox`,
-    which has (element, message)."""
+    """An agent's attempts to have a plan chosen, for one generation. The caller delivers and empties :attr:`outbox`."""
 
     def __init__(self, me: structs.Peer, membership: Membership) -> None:
         self._me, self._membership = me, membership
         self.state = ProposerState.IDLE
-        self.outbox: list[tuple[int, AnyPeer]] = []
+        self.outbox: list[tuple[int, AnyPeer]] = []  # element and message
         self.chosen: Proposal | None = None
         self._ballot: Ballot = NO_BALLOT
         self._highest = 0  # the highest ballot number that any agent has named

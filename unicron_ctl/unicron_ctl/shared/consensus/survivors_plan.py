@@ -37,12 +37,11 @@ class Decision:
 
 
 class _Way(NamedTuple):
-    """The result of the step rule: ranks synced at `step` step, `iteration` is computed next, and each head keeps these
-    micro-batches in its gradient."""
+    """The result of the step rule."""
 
-    step: int | None
-    iteration: int
-    kept: dict[int, list[int]]
+    step: int | None  # ranks that are synced at this iteration step
+    iteration: int  # the next one to be computed
+    kept: dict[int, list[int]]  # head -> micro-batches in its gradient
     state: tuple[int, int] | None = None
 
 
