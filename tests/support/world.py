@@ -44,6 +44,7 @@ class FakeAgent:
     """
 
     restarts = False  # its ranks are plain programs
+    memory = False  # its node keeps images
 
     def __init__(
         self,
@@ -146,7 +147,12 @@ class FakeAgent:
         )
 
     def register(self) -> None:
-        self.world.to_core(self, self.registration())
+        about = {"images": f"{self.node}:70", "token": f"token-{self.node}"} if self.memory else {}
+        self.world.to_core(self, self.registration(**about))
+
+    def orders(self, kind: type) -> list:
+        """The messages of this kind that it has got."""
+        return [message for message in self.heard if isinstance(message, kind)]
 
     def status(self, leaving: str = "") -> None:
         if not self.silent:

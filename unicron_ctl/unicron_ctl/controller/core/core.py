@@ -70,7 +70,7 @@ PHASE_RECORDS = (
 
 @dataclass
 class Core:
-    """All jobs. `now` is seconds since the epoch, and never goes backwards within one process."""
+    """All jobs, and the only door to the log."""
 
     config: ControllerConfig
     state: ClusterState
@@ -114,6 +114,7 @@ class Core:
 
     @property
     def now(self) -> float:
+        """Seconds since the epoch; it never goes backwards within one process."""
         return self.view.now
 
     @now.setter

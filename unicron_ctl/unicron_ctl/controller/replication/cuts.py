@@ -226,17 +226,17 @@ def _redirect(view: View, job: JobView, kind: ReplicationStrategy, cuts: Cuts, w
     if view.now < cuts.redirect_at or cuts.redirects.rest("", view.now) < 1.0:
         return
     before, cuts.refusing = cuts.refusing, refusing(with_memory(job), cuts.refusing)
-    new = {element: found.keys() - before.get(element, {}).keys() for element, found in cuts.refusing.items()}
+    new = {element: nodes.keys() - before.get(element, {}).keys() for element, nodes in cuts.refusing.items()}
     if not any(new.values()):
         return
     cuts.redirects.charge("", view.now, 1.0)
     cuts.redirect_at = view.now + CUT_SECONDS
-    found = kind.targets(view, job, waiting, passed_over(cuts.refusing))
-    if found != cuts.targets:
-        cuts.targets = found
+    targets = kind.targets(view, job, waiting, passed_over(cuts.refusing))
+    if targets != cuts.targets:
+        cuts.targets = targets
         _renumber(job, cuts)
-    for element, nodes in ((giver, nodes) for giver, nodes in new.items() if giver in found):
-        to, giver = {job.agents[one.element].node for one in found[element]}, job.agents[element].node
+    for element, nodes in ((giver, nodes) for giver, nodes in new.items() if giver in targets):
+        to, giver = {job.agents[one.element].node for one in targets[element]}, job.agents[element].node
         again = not to.isdisjoint(cuts.refusing[element])
         then = "no other node has taken it, so it is tried again" if again else "another node gets it"
         recorded = cuts.refusals_on_record[giver]

@@ -73,9 +73,9 @@ def _note_ways(job: JobView, fetching: Fetching, ways: Iterable[nearest.Way]) ->
     unless its source has failed the receiver."""
     for way in ways:
         image = (way.image.kind, way.image.place, way.image.shard)
-        known = fetching.words.get(image)
-        receiver = job.agents.get(known.receiver) if known is not None else None
-        if known is None or receiver is None or known.source in receiver.status.failing:
+        route = fetching.words.get(image)
+        receiver = job.agents.get(route.receiver) if route is not None else None
+        if route is None or receiver is None or route.source in receiver.status.failing:
             fetching.words[image] = ImageRoute(way.receiver.element, way.source.images_at, way.words)
 
 

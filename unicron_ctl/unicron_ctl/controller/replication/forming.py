@@ -33,16 +33,15 @@ def formable(reports: Mapping[int, RankStatus], size: int) -> FormableGeneration
     held = max((shards.version for status in reports.values() for shards in status.shards), default=None)
     if held is None:
         return _from_files(reports, size)
-    found = _from_shards(reports, size)
+    from_shards = _from_shards(reports, size)
     if any(_has_been_in(status) for status in reports.values()):
-        return found
-    saved = _from_files(reports, size)
-    if saved is None or (found is not None and found.iteration >= saved.iteration):
-        return found
-    missing = (
-        f"the nodes' memory has only a part of the state after {plural(held, 'step')}" if found is None else found.why
-    )
-    return replace(saved, why=f"{missing}: all go on from what ranks start with, iteration {saved.iteration}")
+        return from_shards
+    from_files = _from_files(reports, size)
+    if from_files is None or (from_shards is not None and from_shards.iteration >= from_files.iteration):
+        return from_shards
+    partial = f"the nodes' memory has only a part of the state after {plural(held, 'step')}"
+    older = partial if from_shards is None else from_shards.why
+    return replace(from_files, why=f"{older}: all go on from what ranks start with, iteration {from_files.iteration}")
 
 
 def _from_files(reports: Mapping[int, RankStatus], size: int) -> FormableGeneration | None:

@@ -51,8 +51,8 @@ def usual(agents: Iterable[AgentView]) -> float:
 
 def measured_rate(one: AgentView, other: AgentView) -> float | None:
     """Return the bytes a second between the two, the lower of their measurements."""
-    seen = [one.status.rates.get(other.element), other.status.rates.get(one.element)]
-    return min((max(LEAST_RATE, rate) for rate in seen if rate is not None), default=None)
+    rates = [one.status.rates.get(other.element), other.status.rates.get(one.element)]
+    return min((max(LEAST_RATE, rate) for rate in rates if rate is not None), default=None)
 
 
 def ways(
@@ -66,7 +66,7 @@ def ways(
 
     reports: of ranks that can enter. there: place -> node -> agent and image. domains: node -> its switch.
     """
-    size, load, rate, found = job.replica, Load(), usual(job.alive()), []
+    size, load, rate, chosen = job.replica, Load(), usual(job.alive()), []
     able: dict[int, list[AgentView]] = defaultdict(list)
     for slot in sorted(reports):
         if (agent := job.agent(slot)) is not None:
@@ -75,8 +75,8 @@ def ways(
         way = nearest(able[place], there.get(place, {}), load, rate, domains)
         if way is None:
             return []
-        found.append(way)
-    return found
+        chosen.append(way)
+    return chosen
 
 
 def nearest(
@@ -95,13 +95,13 @@ def nearest(
     best: tuple[tuple[int, float, bool, int, int], Way] | None = None
     for receiver in receivers[:RECEIVERS]:
         for source, image in there.values():
-            known, failing = measured_rate(receiver, source), receiver.status.failing.get(source.images_at)
+            measured, failing = measured_rate(receiver, source), receiver.status.failing.get(source.images_at)
             busy = max(load.sends[source.element], load.receives[receiver.element])
-            seconds = busy + image.bytes / (known or usual_rate)
+            seconds = busy + image.bytes / (measured or usual_rate)
             far = domains.get(source.node, "") != domains.get(receiver.node, "")
             rank = failing.times if failing else 0, seconds, far, source.element, receiver.element
             if best is None or rank < best[0]:
-                how = f"{(known or usual_rate) / 1e6:,.0f} MB/s {'measured' if known else 'supposed'}"
+                how = f"{(measured or usual_rate) / 1e6:,.0f} MB/s {'measured' if measured else 'supposed'}"
                 size = f"{image.bytes / 1e6:,.1f} MB, {seconds:.1f} s at {how}"
                 words = f"{receiver.node} from {source.node} ({size}{_failed_tries(receiver, source, there)})"
                 best = rank, Way(receiver, source, image, seconds, words)

@@ -74,12 +74,12 @@ def refusing(agents: Sequence[AgentView], before: Mapping[int, Mapping[str, str]
     to be passed over, no more are added.
     """
     at = {agent.images_at: agent.node for agent in agents}
-    found: dict[int, dict[str, str]] = {}
+    refusals: dict[int, dict[str, str]] = {}
     for agent in agents:
         if reported := {at[address]: one.why for address, one in agent.status.refusing.items() if address in at}:
-            known = before.get(agent.element, {})
-            found[agent.element] = {**known, **reported} if len(known) < ranges.MOST_PASSED_OVER else dict(known)
-    return found
+            last = before.get(agent.element, {})
+            refusals[agent.element] = {**last, **reported} if len(last) < ranges.MOST_PASSED_OVER else dict(last)
+    return refusals
 
 
 def passed_over(refusing: Mapping[int, Collection[str]]) -> Away:
@@ -148,7 +148,7 @@ def _targets(
     away: Away,
 ) -> dict[int, list[structs.Holder]]:
     agents = {agent.element: agent for agent in able}
-    having = {place: agents.keys() & found for place, found in trainers.items()}
+    having = {place: agents.keys() & elements for place, elements in trainers.items()}
     givers = {place: min(having[place]) for place in missing if having.get(place)}
     there = {place: {agents[element].node for element in having[place]} for place in givers}
     beside: dict[int, set[str]] = defaultdict(set)
@@ -160,13 +160,13 @@ def _targets(
         while len(chosen[place]) < missing[place] and (one := room.next(place, giver, has, beside[giver])) is not None:
             has.add(one.node)
             chosen[place].append(one)
-    found: dict[int, dict[int, structs.Holder]] = defaultdict(dict)
+    targets: dict[int, dict[int, structs.Holder]] = defaultdict(dict)
     for place, some in chosen.items():
         giver, has = givers[place], there[place]
         if gone := away.get(giver):
             pass_over(gone, some, has, partial(room.next, place, giver, has, beside[giver], gone))
-        found[giver] |= {one.element: holder_of(one) for one in some}
-    return {giver: list(each.values()) for giver, each in found.items() if each}
+        targets[giver] |= {one.element: holder_of(one) for one in some}
+    return {giver: list(each.values()) for giver, each in targets.items() if each}
 
 
 class Receivers:
@@ -202,15 +202,15 @@ class Receivers:
         """
         given, used = self._given[giver], {self._domains.get(node, "") for node in has}
         for rings, avoid in [(rings, avoid) for rings in self._passes for avoid in (used, set[str]())]:
-            if (found := self._first(given, has.union(away), avoid)) is not None:
-                return found
+            if (receiver := self._first(given, has.union(away), avoid)) is not None:
+                return receiver
             for nodes in (has.union(beside, away), has.union(away)):
                 spare = self._first(self._spares.get(place, ()), nodes, avoid)
-                if found := spare or next(filter(None, (ring.next(giver, nodes, avoid) for ring in rings)), None):
+                if receiver := spare or next(filter(None, (ring.next(giver, nodes, avoid) for ring in rings)), None):
                     for ring in self._rings:
-                        ring.note_given(found)
-                    given.append(found)
-                    return found
+                        ring.note_given(receiver)
+                    given.append(receiver)
+                    return receiver
         return None
 
     def _first(self, among: Iterable[AgentView], has: Collection[str], avoid: Collection[str]) -> AgentView | None:

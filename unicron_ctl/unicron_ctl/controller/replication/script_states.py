@@ -49,11 +49,11 @@ class ScriptStates(ReplicationStrategy):
             return None
         if pace.generation != newest.base:
             pace.generation, pace.iteration, pace.at, pace.rate = newest.base, newest.iteration, view.now, 0.0
-        known = pace.rate > 0.0
+        measured = pace.rate > 0.0
         if view.now - pace.at >= 2 * HEARD_SECONDS:
-            known, pace.rate = True, max(0, newest.iteration - pace.iteration) / (view.now - pace.at)
+            measured, pace.rate = True, max(0, newest.iteration - pace.iteration) / (view.now - pace.at)
             pace.iteration, pace.at = newest.iteration, view.now
-        return pace.rate if known else None
+        return pace.rate if measured else None
 
     def targets(
         self, view: View, job: JobView, waiting: Collection[int], away: Away
@@ -95,6 +95,6 @@ class ScriptStates(ReplicationStrategy):
 def newest_saved(job: JobView) -> structs.Image | None:
     """Return the newest state that the present world has saved."""
     plan = job.state.plan
-    saved = [found for agent in job.alive() if (found := agent.status.saved) is not None]
-    mine = [one for one in saved if plan is not None and one.base == plan.generation]
+    saved = [image for agent in job.alive() if (image := agent.status.saved) is not None]
+    mine = [image for image in saved if plan is not None and image.base == plan.generation]
     return max(mine, key=lambda one: one.iteration, default=None)

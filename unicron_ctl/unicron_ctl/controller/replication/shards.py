@@ -29,11 +29,11 @@ Where = dict[str, tuple[AgentView, structs.Image]]  # node -> its agent and imag
 
 
 class ShardedState(NamedTuple):
-    """A state of all shards: `version` steps, from the generation that `base` names, `ways` shards a place."""
+    """A state of all shards."""
 
-    version: int
-    base: int
-    ways: int
+    version: int  # steps
+    base: int  # names the generation from which they count
+    ways: int  # shards a place
 
 
 class Shards(SessionStates):

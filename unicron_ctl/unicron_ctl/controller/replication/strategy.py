@@ -111,10 +111,10 @@ def domains_of(view: View, job: JobState) -> Mapping[str, str]:
     if job.settings.block == 1:
         return switches
     first = {job.block_of(element): agent.node for element, agent in sorted(job.agents.items(), reverse=True)}
-    found = {block: switches.get(node, "") for block, node in first.items()}
-    several = len(set(found.values())) > 1
+    of_block = {block: switches.get(node, "") for block, node in first.items()}
+    several = len(set(of_block.values())) > 1
     blocks = ((agent.node, job.block_of(element)) for element, agent in job.agents.items())
-    return {node: found[block] if several else str(block) for node, block in blocks}
+    return {node: of_block[block] if several else str(block) for node, block in blocks}
 
 
 def kinds_of(job: JobState) -> list[Callable[[AgentView], str]]:

@@ -34,12 +34,12 @@ class SessionStates(ReplicationStrategy):
 
     def first_iteration(self, job: JobView) -> int:
         plan = job.state.plan  # its iterations may be lower than those on record
-        found = [
+        iterations = [
             status.iteration
             for _, slot, status in job.all_ranks()
             if slot in job.state.members and plan is not None and status.generation == plan.generation
         ]
-        return max([0, job.stepped.iteration + 1, *found])
+        return max([0, job.stepped.iteration + 1, *iterations])
 
     def rate(self, view: View, job: JobView, pace: object) -> float:
         return 1.0 / max(job.state.seconds or 1.0, MIN_ITERATION_SECONDS)
@@ -59,9 +59,9 @@ class WholeStates(SessionStates):
             return {}
         able = {agent.element for agent in with_memory(job)}
         return {
-            place: sorted({job.agents[element].node for element in found if element in job.agents})
-            for place, found in sorted(trainers(job).items())
-            if able.isdisjoint(found)
+            place: sorted({job.agents[element].node for element in elements if element in job.agents})
+            for place, elements in sorted(trainers(job).items())
+            if able.isdisjoint(elements)
         }
 
     def stored_states(self, job: JobView) -> list[StoredState]:
@@ -92,10 +92,10 @@ class WholeStates(SessionStates):
 
 def trainers(job: JobView) -> dict[int, set[int]]:
     """Return place -> elements whose members train it."""
-    found: dict[int, set[int]] = defaultdict(set)
+    elements: dict[int, set[int]] = defaultdict(set)
     for slot in job.state.members:
-        found[slot % job.replica].add(job.state.element(slot))
-    return found
+        elements[slot % job.replica].add(job.state.element(slot))
+    return elements
 
 
 def missing_copies(job: JobView) -> dict[int, int]:
@@ -135,9 +135,9 @@ def targets(
 
 def images(agents: Iterable[AgentView]) -> dict[State, dict[int, dict[str, tuple[AgentView, structs.Image]]]]:
     """Return state -> place -> node -> agent and image."""
-    found: dict[State, dict[int, dict[str, tuple[AgentView, structs.Image]]]] = defaultdict(lambda: defaultdict(dict))
+    states: dict[State, dict[int, dict[str, tuple[AgentView, structs.Image]]]] = defaultdict(lambda: defaultdict(dict))
     for agent in agents:
         for image in agent.status.images:
             if image.kind == STATE:
-                found[image.iteration, image.mark][image.place][agent.node] = agent, image
-    return found
+                states[image.iteration, image.mark][image.place][agent.node] = agent, image
+    return states

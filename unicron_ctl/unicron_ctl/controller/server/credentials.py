@@ -85,11 +85,11 @@ class SpentCredentials:
     def get(self, credential: str) -> Unproven | None:
         return self._known.get(_digest(credential))
 
-    def note(self, credential: str, found: Asker | Unproven) -> None:
+    def note(self, credential: str, asker: Asker | Unproven) -> None:
         """Remembers munge's verdict, unless it is an outage."""
-        if isinstance(found, Asker) or found.verdict == "outage":
+        if isinstance(asker, Asker) or asker.verdict == "outage":
             return
-        self._known[_digest(credential)] = found if found.verdict == "invalid" else USED
+        self._known[_digest(credential)] = asker if asker.verdict == "invalid" else USED
         if len(self._known) > MOST_SPENT:
             self._known.popitem(last=False)
 
@@ -101,17 +101,17 @@ def _digest(credential: str) -> bytes:
 def asker_of(credential: str, claim: str, roles: Roles) -> Asker | Unproven:
     """Return the user who made the credential, if it holds this claim and nobody has used it before."""
     try:
-        found = unmunge(credential)
+        content = unmunge(credential)
     except MungeError as error:
         reason = f"{error}: is munged running with the same key on both nodes?"
         return Unproven(reason, "outage" if error.outage else "invalid")
-    if found.replayed:
+    if content.replayed:
         return USED
-    if found.payload != claim.encode():
+    if content.payload != claim.encode():
         return Unproven("this munge credential is about something else, or of another connection")
-    user = user_name(found.uid)
-    admin = found.uid in (0, os.geteuid()) or user in roles.admins
-    return Asker(found.uid, user, admin, user in roles.readers)
+    user = user_name(content.uid)
+    admin = content.uid in (0, os.geteuid()) or user in roles.admins
+    return Asker(content.uid, user, admin, user in roles.readers)
 
 
 class Introducer:

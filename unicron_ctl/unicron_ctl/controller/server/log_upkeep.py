@@ -15,10 +15,11 @@ SAVE_SECONDS = 600.0  # between two saves of the state, and none in the middle o
 
 
 class LogUpkeep:
-    """Works on the log of one controller; `now` is the controller's clock."""
+    """Works on the log of one controller."""
 
     def __init__(self, store: Store, state: ClusterState, now: Callable[[], float]) -> None:
-        self._store, self._now = store, now
+        self._store = store
+        self._now = now  # the controller's clock
         self._thinned = state.last_event
         self._forgetting: Iterator[int] | None = None
         self._forget_at = now() + FORGET_FIRST_SECONDS

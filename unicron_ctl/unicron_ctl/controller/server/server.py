@@ -334,26 +334,26 @@ class Server:
 
     def _verify_registration(self, route: Route, message: wire.Register, key: str, address: str) -> None:
         """Verifies the agent's user before the core gets the registration."""
-        known = key, message.agent
-        if known in self._verifying:
+        name = key, message.agent
+        if name in self._verifying:
             return
 
-        def then(found: Asker | Unproven) -> None:
-            self._verifying.discard(known)
-            if isinstance(found, Asker):
-                self._quotas.proven(key, found.uid or 0)
-                if found.user and not found.admin:
-                    message.settings.user = found.user
-                self.core.receive(route, message, self.now(), key, found)
+        def then(asker: Asker | Unproven) -> None:
+            self._verifying.discard(name)
+            if isinstance(asker, Asker):
+                self._quotas.proven(key, asker.uid or 0)
+                if asker.user and not asker.admin:
+                    message.settings.user = asker.user
+                self.core.receive(route, message, self.now(), key, asker)
                 return
-            reason = f"job {message.job}: {found.reason}"  # never final: munge may be away, on either side
+            reason = f"job {message.job}: {asker.reason}"  # never final: munge may be away, on either side
             peer, node = f"{message.job} {message.element}", message.node
             self._complain(records.RegistrationRefused(peer=peer, node=node, reason=f"{node}: {reason}"))
             self._send(route, wire.Refusal(reason=reason))
 
-        self._verifying.add(known)
+        self._verifying.add(name)
         if not self._verifier.verify(message.credential, claims.of_agent(message, key), key, address, then):
-            self._verifying.discard(known)
+            self._verifying.discard(name)
 
     def _receive_datagrams(self, hints: socket.socket) -> None:
         for _ in range(HINTS_PER_TURN):
@@ -396,11 +396,11 @@ class Server:
             self._queue_question(Question(route, ask, NOBODY if self._munge else EVERYBODY, address))
             return
 
-        def then(found: Asker | Unproven) -> None:
-            if isinstance(found, Unproven):
-                self._send(route, wire.Answer(ok=False, error=found.reason))
+        def then(asker: Asker | Unproven) -> None:
+            if isinstance(asker, Unproven):
+                self._send(route, wire.Answer(ok=False, error=asker.reason))
             else:
-                self._queue_question(Question(route, ask, found, address))
+                self._queue_question(Question(route, ask, asker, address))
 
         if not self._verifier.verify(ask.credential, claims.of_asker(key), key, address, then):
             self._send(route, BUSY)

@@ -64,8 +64,8 @@ def wait_for_claim(
     The ports are bound only then, because clients must not take a standby for the controller. While they could not be
     bound, or the disk is full, this logs an error and does not count as a standby.
 
-    alive: called often, with what this waits for. Raises CannotListen if there is nothing to wait for, and UserError
-    if the folder or the log cannot be used.
+    alive: called often with a text for people that says what is waited for. Raises CannotListen if there is nothing to
+    wait for, and UserError if the folder or the log cannot be used.
     """
     watch, logged, count, last, problem, full = Watch(), "", 0, float("-inf"), "", ""
     mark = folder / STANDBY_FILE
@@ -165,10 +165,10 @@ class Isolation:
         rival: Rival,
         call: Callable[..., object],  # runs work in a thread, and its result in the loop
         heard: Callable[[], float],  # returns the time of the last agent's message
-        look: Callable[[], Mapping[str, Sequence[Target] | str]],  # finds the other hosts, as `other_hosts` does
+        find_hosts: Callable[[], Mapping[str, Sequence[Target] | str]],  # as `other_hosts` does
     ) -> None:
-        self._rival, self._call, self._heard, self._look = rival, call, heard, look
-        self._looked, self._looking = float("-inf"), False
+        self._rival, self._call, self._heard, self._find_hosts = rival, call, heard, find_hosts
+        self._searched_at, self._searching = float("-inf"), False
         self._hosts: dict[str, Sequence[Target]] = {}  # by address
         self._unknown: dict[str, str] = {}  # address -> reason
         self._others: list[Target] = []  # without any it never steps down
@@ -176,8 +176,8 @@ class Isolation:
         self._answers: dict[Target, Reach | None] = {}
 
     def _learn_others(self, result: Mapping[str, Sequence[Target] | str] | None) -> None:
-        """Takes in the result of `look`; a name that is not known now keeps its last targets."""
-        self._looking = False
+        """Takes in the other hosts; a name that is not known now keeps its last targets."""
+        self._searching = False
         unknown = {address: reason for address, reason in (result or {}).items() if isinstance(reason, str)}
         for address in unknown.keys() - self._unknown.keys():
             log.warning("[controller] address: %s: %s", address, unknown[address])
@@ -192,9 +192,9 @@ class Isolation:
         """Checks whether this controller is cut off. The loop calls this. Raises SteppedDown."""
         heard = self._heard()
         deaf = heard != float("-inf") and now - heard >= DEAF_SECONDS
-        if not deaf and not self._looking and now - self._looked >= LOOK_SECONDS:
-            self._looked, self._looking = now, True
-            self._call(self._look, self._learn_others)
+        if not deaf and not self._searching and now - self._searched_at >= LOOK_SECONDS:
+            self._searched_at, self._searching = now, True
+            self._call(self._find_hosts, self._learn_others)
         if not deaf or not self._others or not self._rival.waits:
             self._answers.clear()
             return
@@ -229,8 +229,8 @@ class SecondLeader:
     """Ends a controller while another one leads at one of the other addresses. A standby does not answer, so each of
     the two has a state folder of its own: a shared one that is not mounted, or a copy."""
 
-    def __init__(self, look: Callable[[], str], call: Callable[..., object]) -> None:
-        self._look = look  # returns where another controller answers, or ""; it may take its time
+    def __init__(self, find_leader: Callable[[], str], call: Callable[..., object]) -> None:
+        self._find_leader = find_leader  # returns the address at which another controller answers, or ""; may be slow
         self._call = call  # runs it in a thread
         self._seen: list[str] = []  # in a row
         self._asked, self._asking = float("-inf"), False
@@ -244,16 +244,16 @@ class SecondLeader:
             )
         if not self._asking and now - self._asked >= (SURE_SECONDS if self._seen else LOOK_SECONDS):
             self._asked, self._asking = now, True
-            self._call(self._look, self._note)
+            self._call(self._find_leader, self._note_leader)
 
-    def _note(self, where: str | None) -> None:
+    def _note_leader(self, address: str | None) -> None:
         self._asking = False
-        self._seen = [*self._seen, where] if where else []
+        self._seen = [*self._seen, address] if address else []
 
 
 def another_leader(addresses: Sequence[str], port: int, believed: Sequence[str]) -> str:
-    """Return where another controller answers, or "". port: this one's. believed: users besides root, SlurmUser and
-    this process's."""
+    """Return the address at which another controller answers, or "". port: this one's. believed: users besides root,
+    SlurmUser and this process's."""
     others = list[Target]()
     for address in addresses:
         with contextlib.suppress(OSError):

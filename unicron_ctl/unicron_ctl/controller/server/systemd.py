@@ -15,13 +15,13 @@ EXTENDED_SECONDS = 30  # by which each of them extends systemd's time-out
 
 
 class SystemdNotifier:
-    """Sends messages to systemd, if there is one. `watchdog_seconds` is 0 without a watchdog for this process."""
+    """Sends messages to systemd, if there is one."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         address = environment.get("NOTIFY_SOCKET", "")
         # A leading @ stands for the zero byte of an abstract address (unix(7)).
         self._address = "\0" + address[1:] if address.startswith("@") else address
-        self.watchdog_seconds = _watchdog_seconds(environment) if address else 0.0
+        self.watchdog_seconds = _watchdog_seconds(environment) if address else 0.0  # 0 without one for this process
         self._last: float | None = None
         self._started: float | None = None
         self._failed = False

@@ -81,7 +81,7 @@ class Order:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting[target][0] == ticket)
 
-    def through(self, target: Target) -> None:
+    def note_done(self, target: Target) -> None:
         """Notes that the target's current action is done."""
         with self._changed:
             waiting = self._waiting[target]
@@ -115,11 +115,11 @@ class Others:
             self._read_at = time.monotonic()
             self._took = self._read_at - began
             self._shared = here & self._nodes_of_others(poll)
-        known = [e for e in self._seen.elements if e.job not in poll.jobs]
+        others = [e for e in self._seen.elements if e.job not in poll.jobs]
         if not fresh or self._seen.cut:
-            known = self._by_nodes(nodes, known, here | self._before, fresh)
+            others = self._by_nodes(nodes, others, here | self._before, fresh)
         self._before = here
-        return known
+        return others
 
     def _nodes_of_others(self, poll: Poll) -> set[str]:
         """Returns the nodes that other jobs had when the queue was last read."""
@@ -127,12 +127,12 @@ class Others:
         return {name for e in at_work for name in nodes_of(e)}
 
     def _by_nodes(
-        self, nodes: Sequence[NodeInfo], known: Sequence[ElementInfo], ours: Collection[str], fresh: bool
+        self, nodes: Sequence[NodeInfo], others: Sequence[ElementInfo], ours: Collection[str], fresh: bool
     ) -> list[ElementInfo]:
         """Corrects the queue by the nodes' states: an idle node is free; a busy node without a known job has an unknown
         one."""
         idle = {node.name for node in nodes if not node.states & IN_USE} if not fresh else set()
-        kept = [e for e in known if e.state == "PENDING" or not idle.issuperset(nodes_of(e))]
+        kept = [e for e in others if e.state == "PENDING" or not idle.issuperset(nodes_of(e))]
         there = {name for e in kept if e.state != "PENDING" for name in nodes_of(e)}
         busy = (node.name for node in nodes if node.states & {"ALLOCATED", "MIXED"})
         return kept + [somebody(name) for name in busy if name not in there and name not in ours]
@@ -157,7 +157,7 @@ class Worker:
         self.took: Callable[[str, float], object] = lambda call, seconds: None  # called after each call of Slurm
         self._others = Others(client) if client is not None else None
         self._site = UNSAID
-        self._looked = -SETTINGS_SECONDS
+        self._site_read_at = -SETTINGS_SECONDS
         self.results: Mailbox[Result] = Mailbox()  # calls for the main thread
         self.verified: Mailbox[Result] = Mailbox()  # the same for credentials, of which strangers can send many
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="unicron-probe")
@@ -223,8 +223,8 @@ class Worker:
             nodes, own = self._client.nodes(), self._client.elements(poll.jobs)
             took = time.monotonic() - began
             elements = own + self._others.read(nodes, own, poll)
-            if time.monotonic() - self._looked >= SETTINGS_SECONDS:
-                private, domains, self._looked = self._client.private_data(), self._site.domains, time.monotonic()
+            if time.monotonic() - self._site_read_at >= SETTINGS_SECONDS:
+                private, domains, self._site_read_at = self._client.private_data(), self._site.domains, time.monotonic()
                 with contextlib.suppress(SlurmError):  # not essential: the last answer still holds
                     domains = self._client.domains()
                 kill_wait, grace, shrinks = self._client.kill_wait(), self._client.grace(), self._client.shrinks()
@@ -253,7 +253,7 @@ class Worker:
                     error, hangs = self._act(action)
                     over = hangs or time.monotonic() >= until
             finally:
-                self._order.through(action.target)
+                self._order.note_done(action.target)
             if error:
                 failed.add(action.target)
             self.results.put(partial(core.on_action, action, error))

@@ -75,13 +75,12 @@ TABLE: dict[ProposerState, dict[ProposerEvent, ProposerState]] = {
 
 
 class Proposer:
-    """An agent's attempts to have a plan chosen, for one generation. The caller delivers and empties :attr:`outbox`,
-    which has (element, message)."""
+    """An agent's attempts to have a plan chosen, for one generation. The caller delivers and empties :attr:`outbox`."""
 
     def __init__(self, me: structs.Peer, membership: Membership) -> None:
         self._me, self._membership = me, membership
         self.state = ProposerState.IDLE
-        self.outbox: list[tuple[int, AnyPeer]] = []
+        self.outbox: list[tuple[int, AnyPeer]] = []  # element and message
         self.chosen: Proposal | None = None
         self._ballot: Ballot = NO_BALLOT
         self._highest = 0  # the highest ballot number that any agent has named
@@ -167,8 +166,8 @@ class Proposer:
 
     def _latest_accepted(self) -> Proposal | None:
         """Return the accepted proposal of the highest ballot among the promises; a whole one if there is one."""
-        found = [promise.accepted for promise in self._promises.values() if promise.accepted is not None]
-        return max(found, key=lambda proposal: (proposal.ballot, is_whole(proposal)), default=None)
+        proposals = [promise.accepted for promise in self._promises.values() if promise.accepted is not None]
+        return max(proposals, key=lambda proposal: (proposal.ballot, is_whole(proposal)), default=None)
 
     def _check_halted(self, now: float) -> None:
         waited = now - self._quorum_at

@@ -37,12 +37,11 @@ class Decision:
 
 
 class _Way(NamedTuple):
-    """The result of the step rule: ranks synced at `step` step, `iteration` is computed next, and each head keeps these
-    micro-batches in its gradient."""
+    """The result of the step rule."""
 
-    step: int | None
-    iteration: int
-    kept: dict[int, list[int]]
+    step: int | None  # ranks that are synced at this iteration step
+    iteration: int  # the next one to be computed
+    kept: dict[int, list[int]]  # head -> micro-batches in its gradient
     state: tuple[int, int] | None = None
 
 
@@ -196,14 +195,14 @@ def _duplicates(kept: Mapping[int, Sequence[int]], size: int) -> dict[int, str]:
     """Find replicas with a micro-batch that another one has, too; return the reason by head. For single ranks
     :func:`_usable` has found them before."""
     owner: dict[int, int] = {}
-    found = {}
+    reasons = {}
     for head in sorted(kept) if size > 1 else ():
         taken = next((index for index in kept[head] if index in owner), None)
         if taken is not None:
-            found[head] = f"has micro-batch {taken} in its gradient, which slot {owner[taken]} has too"
+            reasons[head] = f"has micro-batch {taken} in its gradient, which slot {owner[taken]} has too"
         else:
             owner.update(dict.fromkeys(kept[head], head))
-    return found
+    return reasons
 
 
 def _alike(survivors: Mapping[int, RankStatus], total: int) -> _Way | None:
@@ -297,28 +296,28 @@ def _common_micro_batches(
     positions: Mapping[int, _Position], healthy: Iterable[Sequence[int]], iteration: int
 ) -> dict[int, list[int]]:
     """Return by head: the micro-batches of the iteration that all ranks of a healthy replica have."""
-    found: dict[int, list[int]] = {}
+    common_of: dict[int, list[int]] = {}
     for replica in healthy:
         if len(replica) == 1:  # thousands of them in a large job
             alone = positions.get(replica[0])
             if alone is not None and alone.iteration == iteration:
-                found[replica[0]] = list(alone.done)
+                common_of[replica[0]] = list(alone.done)
             continue
         here = [positions[slot] for slot in replica if slot in positions and positions[slot].iteration == iteration]
         if len(here) == len(replica):
             common = set(here[0].done).intersection(*(position.done for position in here[1:]))
-            found[replica[0]] = [index for index in here[0].done if index in common]
-    return found
+            common_of[replica[0]] = [index for index in here[0].done if index in common]
+    return common_of
 
 
 def _deal_unfinished(
     heads: Sequence[int], kept: Mapping[int, Sequence[int]], have: Collection[int], total: int
 ) -> dict[int, list[int]]:
     """Deal the unfinished micro-batches round-robin, so that the heads' remaining work differs by one at most."""
-    found = {slot: list(kept.get(slot, ())) for slot in heads}
+    assignment = {slot: list(kept.get(slot, ())) for slot in heads}
     for place, index in enumerate(index for index in range(total) if index not in have):
-        found[heads[place % len(heads)]].append(index)
-    return found
+        assignment[heads[place % len(heads)]].append(index)
+    return assignment
 
 
 def _why(

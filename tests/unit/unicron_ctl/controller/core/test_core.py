@@ -14,7 +14,6 @@ from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job_state import Phase
 from unicron_ctl.controller.model.state_machine import ACTIONS, PHASES, Action, Event
 from unicron_ctl.controller.plan.slurm_actions import EARLY, HURRY_SECONDS
-from unicron_ctl.shared.log.thinning import redundant
 from unicron_ctl.shared.protocol import datagrams, structs, wire
 
 
@@ -70,23 +69,6 @@ def test_fewer_nodes_than_the_most_start_after_a_while_and_too_few_never(least: 
     assert world.job().phase == "forming"
     world.run(1.0 if phase == "running" else 10.0)
     assert world.job().phase == phase and (phase == "forming" or world.job().plan.members == [0])
-
-
-def test_a_restart_needs_few_of_the_steps():
-    """Healthy and disturbed stretches: the thinned log is short, and gives the same state."""
-    world, agents = started(3)
-    for iteration in range(40):
-        world.run(0.1)
-        world.iterate("1", iteration)
-    world.check_replay()
-    agents[1].die(1, -9)
-    for iteration in range(40, 80):
-        world.run(0.1)
-        world.iterate("1", iteration)
-    world.check_replay()
-    steps = [event for event in world.log if event.kind == "step"]
-    gone = redundant((event.id, event.job, event.kind) for event in world.log)
-    assert len(steps) == 80 and len(gone) > 40
 
 
 def test_the_rank_with_the_latest_checkpoint_is_the_source():

@@ -23,10 +23,6 @@ class Node(FakeAgent):
     def __init__(self, world: World, element: int, node: str = "", ranks: int = 1, **settings):
         super().__init__(world, "1", element, node or f"n{element + 1}", ranks, **settings)
 
-    def register(self) -> None:
-        told = {"images": f"{self.node}:70", "token": f"token-{self.node}"} if self.memory else {}
-        self.world.to_core(self, self.registration(**told))
-
     def ready(self, *kept: tuple[int, str]) -> None:
         for slot in self.slots:
             self.set(slot, state="waiting", remembers=self.memory, kept=list(kept or [(0, "")]))
@@ -38,9 +34,6 @@ class Node(FakeAgent):
         ]
         self.images = [*self.images, *made]
         self.status()
-
-    def orders(self, kind: type) -> list:
-        return [message for message in self.heard if isinstance(message, kind)]
 
 
 class Bare(Node):

@@ -19,14 +19,11 @@ from unicron_transition.snapshot.image_format import SAME, USER
 class Node(PlainAgent):
     """An agent of a job in restart mode, whose node has a memory."""
 
-    mark = ""
+    memory, mark = True, ""
 
     def __init__(self, world: World, element: int, nodes: int, **settings):
         super().__init__(world, "1", element, f"n{element + 1}", nodes=nodes)
         self.settings = replace(self.settings, **settings)
-
-    def register(self) -> None:
-        self.world.to_core(self, self.registration(images=f"{self.node}:70", token=f"token-{self.node}"))
 
     def image(self, iteration: int, place: int) -> structs.Image:
         world = self.world.job()
@@ -42,9 +39,6 @@ class Node(PlainAgent):
         """What stays, of these ranks."""
         self.images = [*self.images, *(self.image(iteration, place) for place in places)]
         self.status()
-
-    def orders(self) -> list[wire.Cut]:
-        return [message for message in self.heard if isinstance(message, wire.Cut)]
 
 
 def started(nodes: int, mark: str = "", **settings) -> tuple[World, list[Node]]:
@@ -99,22 +93,22 @@ def test_worlds_that_save_more_than_those_before_may_break_any_number_of_times(m
 def test_each_node_gives_its_own_to_the_next_one_once_something_is_saved():
     world, agents = started(3)
     world.run(10.0)
-    assert not any(agent.orders() for agent in agents), "the script saves nothing"
+    assert not any(agent.orders(wire.Cut) for agent in agents), "the script saves nothing"
     last = save_on(world, agents, 4.0)
-    first = [agent.orders()[0] for agent in agents]
+    first = [agent.orders(wire.Cut)[0] for agent in agents]
     assert [elements(order) for order in first] == [[1], [2], [0]] and len({order.iteration for order in first}) == 1
     assert last < first[0].iteration + 20 and first[0].good == -1
     _, agents = started(1)
-    assert not agents[0].orders(), "there is no other node"
+    assert not agents[0].orders(wire.Cut), "there is no other node"
 
 
 def test_who_takes_nothing_from_a_node_is_passed_over_by_that_one():
     world, agents = started(3)
     last = save_on(world, agents, 4.0)
-    first = agents[0].orders()[0]
+    first = agents[0].orders(wire.Cut)[0]
     agents[0].refusing = {"n2:70": structs.Failing(1, "timed out")}
     save_on(world, agents, 2.0, begin=last)
-    orders = [agent.orders()[-1] for agent in agents]
+    orders = [agent.orders(wire.Cut)[-1] for agent in agents]
     assert [elements(order) for order in orders] == [[2], [2], [0]] and orders[0].number > first.number
     assert "copies_refused" in world.kinds()
 
@@ -122,22 +116,22 @@ def test_who_takes_nothing_from_a_node_is_passed_over_by_that_one():
 def test_the_next_cut_comes_when_every_ranks_part_is_in_enough_nodes():
     world, agents = started(2)
     save_on(world, agents, 4.0)
-    cut = agents[0].orders()[-1].iteration
+    cut = agents[0].orders(wire.Cut)[-1].iteration
     for agent in agents:
         agent.has(cut + 3, agent.element)
     save_on(world, agents, 8.0, begin=41)
-    assert {agent.orders()[-1].iteration for agent in agents} == {cut}, "nobody has a copy yet"
+    assert {agent.orders(wire.Cut)[-1].iteration for agent in agents} == {cut}, "nobody has a copy yet"
     agents[0].has(cut + 3, 1)
     agents[1].has(cut + 3, 0)
     last = save_on(world, agents, 6.0, begin=121)
-    order = agents[0].orders()[-1]
+    order = agents[0].orders(wire.Cut)[-1]
     assert order.good == cut + 3 and order.iteration > last - 60
 
 
 def test_a_smaller_world_lets_the_cut_of_the_one_before_it_stay_for_the_next_one_of_its_size():
     world, agents = started(2)
     save_on(world, agents, 4.0, begin=1000)
-    cut = agents[0].orders()[-1].iteration
+    cut = agents[0].orders(wire.Cut)[-1].iteration
     for agent in agents:
         agent.has(cut, 0, 1)
     agents[1].silent = agents[1].killed = True
@@ -147,31 +141,31 @@ def test_a_smaller_world_lets_the_cut_of_the_one_before_it_stay_for_the_next_one
     successor.register()
     successor.status()
     save_on(world, agents[:1], 4.0)
-    order = agents[0].orders()[-1]
+    order = agents[0].orders(wire.Cut)[-1]
     assert order.iteration < 1000 < cut == order.good, "it has begun anew, and cannot use it"
     save_on(world, [agents[0], successor], 8.0)
-    assert len(world.job().members) == 2 and agents[0].orders()[-1].good == cut
+    assert len(world.job().members) == 2 and agents[0].orders(wire.Cut)[-1].good == cut
 
 
 def test_where_the_word_came_too_late_for_some_the_next_cut_is_named_at_once_and_further_ahead():
     world, agents = started(2)
     newest = save_on(world, agents, 4.0)
-    first = agents[0].orders()[-1].iteration
+    first = agents[0].orders(wire.Cut)[-1].iteration
     agents[0].has(first, 0)
     agents[1].has(first + 1, 1)
     again = save_on(world, agents, 6.0, begin=newest)
-    second = agents[0].orders()[-1]
+    second = agents[0].orders(wire.Cut)[-1]
     assert second.iteration > first and second.good == -1
-    assert second.iteration - again < 60 and len({agent.orders()[-1].iteration for agent in agents}) == 1
+    assert second.iteration - again < 60 and len({agent.orders(wire.Cut)[-1].iteration for agent in agents}) == 1
 
 
 def test_what_all_ranks_have_alike_is_copied_where_too_few_nodes_have_it():
     world, agents = started(2, SAME)
     save_on(world, agents, 6.0)
-    assert not any(agent.orders() for agent in agents)
+    assert not any(agent.orders(wire.Cut) for agent in agents)
     world, agents = started(2, SAME, copies=2)
     save_on(world, agents, 4.0)
-    assert [elements(agent.orders()[0]) for agent in agents] == [[1], [0]]
+    assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1], [0]]
 
 
 def test_a_node_of_the_world_is_given_copies_before_one_that_waits_even_behind_another_switch():
@@ -194,7 +188,7 @@ def test_who_gives_what_to_whom_is_worked_out_when_somebody_changed_and_not_at_e
     monkeypatch.setattr(script_states, "targets_by_element", chooser)
     world, agents = started(3)
     save_on(world, agents, 6.0)
-    assert agents[0].orders() and chooser.call_count == 1
+    assert agents[0].orders(wire.Cut) and chooser.call_count == 1
     spare = Node(world, 3, 3)
     spare.register()
     save_on(world, agents, 3.0, begin=61)
@@ -204,15 +198,15 @@ def test_who_gives_what_to_whom_is_worked_out_when_somebody_changed_and_not_at_e
 def test_a_cut_that_nobody_has_kept_is_named_anew_soon():
     world, agents = started(2)
     save_on(world, agents, 4.0)
-    first = agents[0].orders()[-1].iteration
+    first = agents[0].orders(wire.Cut)[-1].iteration
     save_on(world, agents, 8.0, begin=41)
-    assert agents[0].orders()[1].iteration > first
+    assert agents[0].orders(wire.Cut)[1].iteration > first
 
 
 def test_a_cut_whose_copies_get_on_is_given_time():
     world, agents = started(2)
     last = save_on(world, agents, 4.0)
-    first = agents[0].orders()[-1].iteration
+    first = agents[0].orders(wire.Cut)[-1].iteration
     for agent in agents:
         agent.has(first, agent.element)
     agents[0].images = [replace(one, bytes=int(100e9)) for one in agents[0].images]
@@ -220,13 +214,13 @@ def test_a_cut_whose_copies_get_on_is_given_time():
         last = save_on(world, agents, CUT_LIMIT_SECONDS / 2, begin=last)
         agents[0].moved += 1
         agents[0].status()
-    assert [order.iteration for order in agents[0].orders()] == [first]
+    assert [order.iteration for order in agents[0].orders(wire.Cut)] == [first]
     save_on(world, agents, CUT_LIMIT_SECONDS + 2.0, begin=last)
-    assert len(agents[0].orders()) == 2
+    assert len(agents[0].orders(wire.Cut)) == 2
 
 
 def test_what_scripts_save_is_copied_to_another_block():
     world, agents = started(4, block=2, min_nodes=2)
     save_on(world, agents, 5.0)
-    given = [{to.element for order in agent.orders() for to in order.targets} for agent in agents]
+    given = [{to.element for order in agent.orders(wire.Cut) for to in order.targets} for agent in agents]
     assert given == [{2}, {3}, {0}, {1}]

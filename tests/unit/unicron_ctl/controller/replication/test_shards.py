@@ -22,10 +22,6 @@ class Node(FakeAgent):
     def __init__(self, world: World, element: int, ranks: int, node: str = "", **settings):
         super().__init__(world, "1", element, node or f"n{element + 1}", ranks, **settings)
 
-    def register(self) -> None:
-        told = {"images": f"{self.node}:70", "token": f"token-{self.node}"} if self.memory else {}
-        self.world.to_core(self, self.registration(**told))
-
     def ready(self) -> None:
         for slot in self.slots:
             self.set(slot, state="waiting", sharded=True)
@@ -39,9 +35,6 @@ class Node(FakeAgent):
             if untrained:
                 self.images = [*self.images, structs.Image("untrained", *about, 0, 1, 0, "f00")]
         self.status()
-
-    def orders(self, kind: type) -> list:
-        return [message for message in self.heard if isinstance(message, kind)]
 
 
 def started(

@@ -6,12 +6,14 @@ import pytest
 
 from unicron_ctl.controller.server.fair_queue import FairQueue
 
-BOUNDS = 4096, 1024, 512
+
+@pytest.fixture
+def queue() -> FairQueue:
+    return FairQueue(4096, 1024, 512)
 
 
-def test_who_has_little_is_next_however_much_others_have() -> None:
+def test_who_has_little_is_next_however_much_others_have(queue: FairQueue) -> None:
     """Defect: credentials of all machines were in one queue, and a newcomer waited for 4,096 of strangers."""
-    queue: FairQueue[str] = FairQueue(*BOUNDS)
     for number in range(60):
         for _ in range(100):
             queue.add((f"10.0.0.{number}", f"10.0.0.{number}", "k"), "stranger")
@@ -27,8 +29,7 @@ def test_who_has_little_is_next_however_much_others_have() -> None:
         (lambda n: ("n1", "n1", f"key {n}"), ("n2", "n2", "k")),
     ],
 )
-def test_a_machine_has_one_turn_whatever_addresses_and_keys_it_uses(busy, other) -> None:
-    queue: FairQueue[str] = FairQueue(*BOUNDS)
+def test_a_machine_has_one_turn_whatever_addresses_and_keys_it_uses(queue: FairQueue, busy, other) -> None:
     added = [queue.add(busy(number), "busy") for number in range(5000)]
     assert 0 < added.count(True) <= 1024
     for number in range(3):
@@ -37,8 +38,7 @@ def test_a_machine_has_one_turn_whatever_addresses_and_keys_it_uses(busy, other)
     assert [item for item in order if item != "busy"] == ["other 0", "other 1", "other 2"], "every second turn"
 
 
-def test_one_connection_does_not_keep_out_another_of_its_address() -> None:
-    queue: FairQueue[str] = FairQueue(*BOUNDS)
+def test_one_connection_does_not_keep_out_another_of_its_address(queue: FairQueue) -> None:
     added = [queue.add(("n1", "n1", "busy"), "busy") for _ in range(1000)]
     count = added.count(True)
     assert 128 < count < 256
@@ -47,9 +47,8 @@ def test_one_connection_does_not_keep_out_another_of_its_address() -> None:
     assert "new" in (queue.next(), queue.next())
 
 
-def test_who_fills_it_leaves_room_for_who_has_little() -> None:
+def test_who_fills_it_leaves_room_for_who_has_little(queue: FairQueue) -> None:
     """The whole was lent out first come, first served, and who came then was refused."""
-    queue: FairQueue[int] = FairQueue(*BOUNDS)
     for _ in range(600):
         for number in range(1000):
             queue.add((f"a{number}", f"a{number}", "k"), number)
@@ -57,8 +56,7 @@ def test_who_fills_it_leaves_room_for_who_has_little() -> None:
     assert queue.add(("new", "new", "k"), -1)
 
 
-def test_it_is_empty_again_and_holds_nothing() -> None:
-    queue: FairQueue[int] = FairQueue(*BOUNDS)
+def test_it_is_empty_again_and_holds_nothing(queue: FairQueue) -> None:
     for number in range(100):
         assert queue.add((f"{number % 3}", f"{number % 5}", f"{number % 7}"), number)
     assert sorted(queue.next() for _ in range(100)) == list(range(100))
