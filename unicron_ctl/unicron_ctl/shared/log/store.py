@@ -77,7 +77,7 @@ def nothing() -> None:
 
 
 def with_progress(rows: Iterable[T], progress: Progress) -> Iterator[T]:
-    """Passes everything on, and calls `progress` now and then."""
+    """Yield all rows, and call `progress` before each PROGRESS_EVERY of them."""
     for count, one in enumerate(rows):
         if not count % PROGRESS_EVERY:
             progress()
