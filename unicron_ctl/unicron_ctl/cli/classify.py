@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 from unicron_ctl.shared.commands.options import print_json
 from unicron_ctl.shared.settings.config_file import load
 from unicron_ctl.shared.system.printable import print_text
+from unicron_detector.failures.classify import Classifier
 from unicron_detector.failures.severity import Verdict
 from unicron_detector.failures.statements import lines_outside_frames
 
@@ -65,10 +66,7 @@ def command(
     classifier = load(config).classifier()
     words = sys.stdin.read() if text == "-" else text or ""
     if lines:
-        for line in lines_outside_frames(words):
-            if fault := classifier.match(line, source or _source(line)):
-                _print(fault, as_json, line)
-        return
+        return _print_lines(classifier, words, source, as_json)
     try:
         if status is not None:
             verdict = classifier.exit(status, words, oom)
@@ -79,6 +77,12 @@ def command(
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     _print(verdict, as_json)
+
+
+def _print_lines(classifier: Classifier, text: str, source: str | None, as_json: bool) -> None:
+    for line in lines_outside_frames(text):
+        if verdict := classifier.match(line, source or _source(line)):
+            _print(verdict, as_json, line)
 
 
 def _source(text: str) -> str:
