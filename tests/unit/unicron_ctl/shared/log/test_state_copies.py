@@ -224,13 +224,13 @@ def test_a_damaged_copy_changes_nothing(folder: Path, tmp_path: Path, damage: st
 
 def test_what_was_under_way_at_the_backup_is_asked_of_nobody(tmp_path: Path) -> None:
     state = ClusterState()
-    asked = [
+    requests = [
         ("", -1, records.SlurmAction(action="down", element=-1, node="n1", slurm_reason="unicron[node_problem]: x")),
         ("", -1, records.SlurmAction(action="down", element=-1, node="n2", slurm_reason="unicron[node_problem]: x")),
         ("", -1, records.SlurmDone(action="down", node="n2")),
         ("7", 0, records.SlurmAction(action="requeue", element=0, node="")),
     ]
-    for number, (job, _, record) in enumerate(asked, 1):
+    for number, (job, _, record) in enumerate(requests, 1):
         fold(state, Event(number, 1000.0, job, 0, record))
     fold(state, Event(9, 2000.0, "", 0, records.LogRestored(taken=1000.0)))
     assert not state.intents and state.paused == {"": 0.0}
@@ -306,18 +306,18 @@ def test_a_backup_of_roots_reads_with_the_owners_rights(anothers: Path, tmp_path
 @AS_ROOT
 def test_the_rest_of_a_transaction_beside_a_log_is_the_owners(anothers: Path, tmp_path: Path) -> None:
     """SQLite ends what a crash has left, and removes it: as the owner."""
-    asked: list[int] = []
+    users: list[int] = []
     connect = sqlite3.connect
 
     def noted(*args: object, **more: object) -> object:
         if LOG_FILE in str(args[0]) and str(anothers) in str(args[0]):
-            asked.append(os.geteuid())
+            users.append(os.geteuid())
         return connect(*args, **more)  # type: ignore[call-overload]
 
     with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sqlite3, "connect", noted)
         backup(anothers, Path(place) / "copy")
-    assert asked == [OTHER]
+    assert users == [OTHER]
 
 
 def harm(log: Path, what: str) -> bytes:
@@ -349,8 +349,8 @@ def test_a_damaged_log_is_kept_and_a_new_one_begins(tmp_path: Path, what: str, s
     kept = replace_damaged(tmp_path, found.value.why)
     assert (kept / LOG_FILE).read_bytes()[200:] == damaged[200:] and (tmp_path / SECRET_FILE).read_text() == "the key"
     fresh = claim(tmp_path, False)
-    (told,) = fresh.store.replay()
-    assert told.id >= 400 and isinstance(told.record, records.LogRestored) and kept.name in told.record.reason
+    (mark,) = fresh.store.replay()
+    assert mark.id >= 400 and isinstance(mark.record, records.LogRestored) and kept.name in mark.record.reason
     assert what != "a page" or fresh.store.term > 7_000_000_000, "where it can be read"
     assert refusal(tmp_path, lambda: replace_damaged(tmp_path, "x")) == snapshot
     fresh.close()
