@@ -80,7 +80,6 @@ def command(
 
 
 def _print_lines(classifier: Classifier, text: str, source: str | None, as_json: bool) -> None:
-    """Print the verdict on each line that is a fault."""
     for line in lines_outside_frames(text):
         if verdict := classifier.match(line, source or _source(line)):
             _print(verdict, as_json, line)

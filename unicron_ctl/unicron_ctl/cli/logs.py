@@ -68,11 +68,6 @@ def rank_files(folder: Path, rank: int | None, files: dict[int, RankFile]) -> No
             files.setdefault(number, RankFile(number, path))
 
 
-def merge_lines(files: dict[int, RankFile]) -> Iterator[LogLine]:
-    """Yield the new lines of all files in the order of their times."""
-    return heapq.merge(*(files[rank].new_lines() for rank in sorted(files)), key=lambda line: line.time)
-
-
 @click.command(name="logs")
 @click.argument("job")
 @click.option("--rank", type=click.IntRange(0), metavar="N", help="Only this rank.")
@@ -100,7 +95,8 @@ def command(
         )
     try:
         while True:
-            for line in merge_lines(files):
+            lines = (files[rank].new_lines() for rank in sorted(files))
+            for line in heapq.merge(*lines, key=lambda line: line.time):
                 if as_json:
                     print_json(line)
                 else:

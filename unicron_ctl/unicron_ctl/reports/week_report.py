@@ -96,10 +96,9 @@ def _table(name: str, table: Listing, bars: bool) -> str:
     rows = ""
     for row in table.rows:
         cells = "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row)
-        rows += f"<tr>{cells}{_bar(int(plain(row[0])), most) if bars else ''}</tr>"
+        if bars:
+            share = 100 * int(plain(row[0])) // max(1, most)
+            cells += f'<td style="width:40%"><div class="bar" style="width:{share}%"></div></td>'
+        rows += f"<tr>{cells}</tr>"
     notes = "".join(f"<p>{html.escape(plain(note))}</p>" for note in table.notes)
     return f"<h2>{html.escape(name)}</h2><table><tr>{heads}</tr>{rows}</table>{notes}"
-
-
-def _bar(count: int, most: int) -> str:
-    return f'<td style="width:40%"><div class="bar" style="width:{100 * count // max(1, most)}%"></div></td>'

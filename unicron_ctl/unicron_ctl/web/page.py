@@ -120,7 +120,7 @@ class Page:
 
     def answer(self, path: str, token: str, argument: str) -> Body:
         """Answer one of `questions`. Raises NotFor, and Busy if too many questions wait."""
-        viewer = self.who(token)
+        viewer = self.viewer_of(token)
         with self._lock:
             if self._waiting[viewer] >= MOST_OF_ONE:
                 raise Busy("you ask for too much at once: try again")
@@ -132,7 +132,7 @@ class Page:
                 self._waiting[viewer] -= 1
                 self._waiting = +self._waiting
 
-    def who(self, token: str) -> Viewer | None:
+    def viewer_of(self, token: str) -> Viewer | None:
         """Return the viewer with this token; None for the only user. Raises NotFor."""
         if self.sessions is None:
             return None

@@ -29,10 +29,6 @@ def test_json():
     assert found["rule"] == "refused" and found["reason"]
 
 
-def test_standard_input():
-    assert "ecc_error" in call("-", stdin="line\nCUDA error: uncorrectable ECC error encountered\n").output
-
-
 def test_an_xids_line_needs_no_source():
     line = "[ 12.5] NVRM: Xid (PCI:0000:4e:00): 95, pid=221, name=pt_main, Uncontained: LTC TAG (0x2,0x0)"
     assert "SEV1 ecc_error" in call(line).output
@@ -63,10 +59,12 @@ def test_a_log_line_by_line():
         (("--exit", "1", "CUDA out of memory"), "cuda_out_of_memory"),
         (("--xid", "48"), "ecc_error"),
         (("--slurm", "NODE_FAIL"), "node_failed"),
+        (("-",), "ecc_error"),
     ],
 )
 def test_other_signals(arguments, cause):
-    assert json.loads(call("--json", *arguments).output)["cause"] == cause
+    stdin = "line\nCUDA error: uncorrectable ECC error encountered\n"
+    assert json.loads(call("--json", *arguments, stdin=stdin).output)["cause"] == cause
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,10 @@ def test_each_partition_is_a_line_to_be_grepped(snapshot: SnapshotAssertion) -> 
 def test_without_slurm_the_file_alone_is_shown_with_all_that_is_wrong(tmp_path: Path) -> None:
     path = tmp_path / "unicron.toml"
     path.write_text("[controller]\nslurm = 'none'\n[partition.default]\nmode = 'act'\nspares = 1\n")
-    said = json.loads(_call(path, "--json", code=3).output)
-    (problem,) = said["problems"]
+    report = json.loads(_call(path, "--json", code=3).output)
+    (problem,) = report["problems"]
     assert problem.startswith("[partition.default] spares: ") and "spare_nodes" in problem
-    assert [(one["partition"], one["mode"], one["nodes"]) for one in said["partitions"]] == [("default", "act", None)]
+    assert [(one["partition"], one["mode"], one["nodes"]) for one in report["partitions"]] == [("default", "act", None)]
     path.write_text("[controller]\nslurm = 'none'\n[partition.default]\nmode = 'act'\n")
     assert _call(path, code=0).output.splitlines()[2].split() == ["default", "-", "-", "act", "0", "1", "all"]
 

@@ -123,8 +123,8 @@ def contents(path: Path) -> dict[str, str]:
 
 def test_no_word_of_a_user_is_in_the_bundle(asked: Asked, path: Path) -> None:
     """Defect: of 142 forms of secrets 44 passed the search for them. What is not in the bundle needs no search."""
-    status, said = run("7", "-o", str(path))
-    assert status == 0, said
+    status, output = run("7", "-o", str(path))
+    assert status == 0, output
     found = contents(path)
     assert [name for name, text in found.items() if WORDS in text] == []
     for name in ("explain.json", "job.json", "nodes.json", "controller.json", "events.jsonl"):
@@ -179,20 +179,20 @@ def test_a_job_brings_no_file_of_its_reader_and_no_device_into_the_bundle(
 
 def test_a_bundle_overwrites_nothing(asked: Asked, path: Path, tmp_path: Path) -> None:
     path.symlink_to(tmp_path / "elsewhere")
-    status, said = run("7", "--with-logs", "-o", str(path))
-    assert status != 0 and "exists" in said and not (tmp_path / "elsewhere").exists()
+    status, output = run("7", "--with-logs", "-o", str(path))
+    assert status != 0 and "exists" in output and not (tmp_path / "elsewhere").exists()
 
 
 def test_of_a_job_that_is_not_the_askers_there_is_no_bundle(asked: Asked, path: Path) -> None:
     asked.refused = "bob may not read this: only the job's owner and admins"
-    status, said = run("7", "--with-logs", "-o", str(path))
-    assert status != 0 and "only the job's owner" in said and not path.exists()
+    status, output = run("7", "--with-logs", "-o", str(path))
+    assert status != 0 and "only the job's owner" in output and not path.exists()
 
 
 def test_without_a_controller_it_has_what_there_is(asked: Asked, path: Path, snapshot: SnapshotAssertion) -> None:
     asked.away = True
-    status, said = run("7", "--with-logs", "-o", str(path))
-    assert status == 0 and "no controller answers" in said
+    status, output = run("7", "--with-logs", "-o", str(path))
+    assert status == 0 and "no controller answers" in output
     found = contents(path)
     assert {"README.txt", "configuration.json", "versions.txt"} <= found.keys()
     assert [line for line in found["README.txt"].splitlines() if "controller" in line] == snapshot
@@ -202,8 +202,8 @@ def test_the_default_name_has_the_job_and_no_folder_of_its_own(
     asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    status, said = run("../a b")
-    assert status == 0, said
+    status, output = run("../a b")
+    assert status == 0, output
     (path,) = tmp_path.glob("unicron-*.tar.gz")
     assert path.name.startswith("unicron-..") is True and os.sep not in path.name
 
@@ -213,20 +213,20 @@ def quiet_week(*_: object) -> Report:
 
 
 def test_a_report_is_sent_to_the_targets_of_notify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(reporting, "ask_controller", lambda question, _: asked.append(question))
+    questions: list[object] = []
+    monkeypatch.setattr(reporting, "ask_controller", lambda question, _: questions.append(question))
     monkeypatch.setattr(reporting, "as_struct", quiet_week)
     hook, config = tmp_path / "hook", tmp_path / "unicron.toml"
     hook.write_text(f"#!/bin/sh\ncat > {tmp_path}/said\n")
     hook.chmod(0o755)
     config.write_text(f'[notify]\nhook = "{hook}"\n')
-    status, said = run("week", "--since", "2d", "--send", "--config", str(config))
-    assert status == 0 and not said.strip(), said
-    assert asked == [{"kind": "report", "seconds": 172800.0}]
+    status, output = run("week", "--since", "2d", "--send", "--config", str(config))
+    assert status == 0 and not output.strip(), output
+    assert questions == [{"kind": "report", "seconds": 172800.0}]
     assert '"subject": "Unicron, 1970-01-01' in (tmp_path / "said").read_text()
     hook.write_text("#!/bin/sh\nexit 3\n")
-    status, said = run("week", "--send", "--config", str(config))
-    assert status != 0 and re.search(r"\bhook: .*\b3\b", said), said
+    status, output = run("week", "--send", "--config", str(config))
+    assert status != 0 and re.search(r"\bhook: .*\b3\b", output), output
     config.write_text("")
     assert "names nobody" in run("week", "--send", "--config", str(config))[1]
 

@@ -20,8 +20,8 @@ def shown() -> Report:
 
 
 def test_the_text_says_what_it_counts_and_against_what(snapshot: SnapshotAssertion) -> None:
-    said = week_report.text(shown())
-    assert re.sub(r"[\d-]+ \d\d:\d\d", "TIME", said) == snapshot, "in any time zone"
+    text = week_report.text(shown())
+    assert re.sub(r"[\d-]+ \d\d:\d\d", "TIME", text) == snapshot, "in any time zone"
 
 
 class Page(HTMLParser):
@@ -41,13 +41,13 @@ class Page(HTMLParser):
 
 
 def test_the_page_loads_nothing_and_escapes_what_it_shows() -> None:
-    said = week_report.page(shown())
+    text = week_report.page(shown())
     page = Page()
-    page.feed(said)
-    assert not page.open and not page.loads and "<script" not in said
-    assert "&lt;b&gt;" in said and "gpu_lost" in said and "url(" not in said
+    page.feed(text)
+    assert not page.open and not page.loads and "<script" not in text
+    assert "&lt;b&gt;" in text and "gpu_lost" in text and "url(" not in text
 
 
 def test_a_quiet_week_has_no_tables() -> None:
-    said = week_report.text(week([], 0.0, 604800.0, 960.0))
-    assert "failures: 0; recoveries: 0" in said and "NODE" not in said
+    text = week_report.text(week([], 0.0, 604800.0, 960.0))
+    assert "failures: 0; recoveries: 0" in text and "NODE" not in text

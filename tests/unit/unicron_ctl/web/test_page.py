@@ -494,8 +494,3 @@ def test_a_head_without_end_is_cut(site: Site) -> None:
 def test_a_second_page_at_the_same_port_is_a_line(site: Site) -> None:
     with pytest.raises(UserError, match="give another --listen"):
         page_server.Server("127.0.0.1", site.server.port, lambda origins: site.server.page, [])
-
-
-def test_the_rules_by_which_others_see_less_are_for_admins(site: Site) -> None:
-    assert told(site.world.core, "status", ROOT, site.store)["sharing"]["private"] == []
-    assert told(site.world.core, "status", Asker(1000, "ann"), site.store)["sharing"] is None

@@ -36,8 +36,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_wrong_address_is_a_line(words, reason, status, capsys) -> None:
     assert run("unicronctl", unicronctl, ["web", *words]) == status
-    said = capsys.readouterr().err
-    assert reason in said and said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert reason in message and message.count("\n") == 1
 
 
 def test_the_network_needs_munge_and_a_name(config: Path, capsys, snapshot: SnapshotAssertion) -> None:

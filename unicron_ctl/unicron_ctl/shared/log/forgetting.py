@@ -26,7 +26,7 @@ def aged(
 
 
 def aged_but_last(db: sqlite3.Connection, kind: str, upto: int, before: float) -> Iterator[tuple[int, int] | None]:
-    """Does the same for a kind of which the last record of each node stays."""
+    """Yields the same for a kind whose last record of each node stays."""
     latest: dict[str, tuple[int, int] | None] = {}
     for number, time, payload in pages(db, "time, payload", "kind = ?", (kind,)):
         node = str(getattr(records.decode(kind, payload), "node", ""))

@@ -77,7 +77,7 @@ def nothing() -> None:
 
 
 def with_progress(rows: Iterable[T], progress: Progress) -> Iterator[T]:
-    """Passes everything on, and calls `progress` now and then."""
+    """Yield all rows, and call `progress` before each PROGRESS_EVERY of them."""
     for count, one in enumerate(rows):
         if not count % PROGRESS_EVERY:
             progress()
@@ -130,16 +130,11 @@ class Tail(NamedTuple):
 class EventFilter:
     """Selects events."""
 
-    jobs: Collection[str] | None = None
-    """Of these jobs ("" for events of no job); None for all."""
-    kinds: Collection[str] = ()
-    """Of these kinds; empty for all."""
-    without: Collection[str] = ()
-    """Of none of these kinds."""
-    nodes: Collection[str] | None = None
-    """Events that name one of these nodes; None for all."""
-    nodes_of_no_job: Collection[str] | None = None
-    """The same for events of no job; None for the same nodes."""
+    jobs: Collection[str] | None = None  # of these jobs ("" for events of no job); None for all
+    kinds: Collection[str] = ()  # of these kinds; empty for all
+    without: Collection[str] = ()  # of none of these kinds
+    nodes: Collection[str] | None = None  # events that name one of these nodes; None for all
+    nodes_of_no_job: Collection[str] | None = None  # the same for events of no job; None for the same nodes
     since: float = 0.0  # seconds since the epoch
     before: int = 0  # events with a smaller id; 0 for all
 

@@ -100,7 +100,7 @@ class Hello:
             return True
         try:
             targets = resolve_all(self._hosts)
-            self._socket, self.targets = _for_all(targets)
+            self._socket, self.targets = _open_socket(targets)
         except OSError as error:
             self._problem = f"{', '.join(host for host, _ in self._hosts)}: {reason_of(error)}"
             return False
@@ -144,7 +144,7 @@ class Hello:
             if self._socket.family == socket.AF_INET != target.family:
                 continue
             try:
-                self._socket.sendto(self._question, _as_taken(self._socket, target))
+                self._socket.sendto(self._question, _address_for(self._socket, target))
                 sent = True
             except OSError as error:
                 problems.append(f"{target.host}: {reason_of(error)}")
@@ -223,7 +223,7 @@ class Hello:
         return None
 
 
-def _for_all(targets: list[Target]) -> tuple[socket.socket, list[Target]]:
+def _open_socket(targets: list[Target]) -> tuple[socket.socket, list[Target]]:
     """Open one socket that sends to all targets, or to those of IPv4 if this machine has no other family. Raises
     OSError."""
     problem: OSError | None = None
@@ -244,7 +244,7 @@ def _for_all(targets: list[Target]) -> tuple[socket.socket, list[Target]]:
     raise problem or OSError("no address of a family that this machine has")
 
 
-def _as_taken(source: socket.socket, target: Target) -> tuple[Any, ...]:
+def _address_for(source: socket.socket, target: Target) -> tuple[Any, ...]:
     """Return the target's address for this socket, which may be of both families."""
     mapped = source.family == socket.AF_INET6 and target.family == socket.AF_INET
     return (f"::ffff:{target.host}", target.port) if mapped else target.address

@@ -28,8 +28,7 @@ class Filters(msgspec.Struct, kw_only=True):
 class StatusQuestion(Filters, kw_only=True):
     """Everything at a glance."""
 
-    brief: bool = False
-    """Without ranks and metrics."""
+    brief: bool = False  # without ranks and metrics
     each: bool = False
     """The last failures of each user, not of all together: for a page that cuts the answer for its viewers."""
 
@@ -39,16 +38,12 @@ class EventsQuestion(Filters, kw_only=True):
 
     after: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """If it is 0, the newest events before `before` are wanted."""
-    before: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    """0 for the end of the log."""
+    before: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # 0 for the end of the log
     limit: Annotated[int, Meta(ge=1, le=10000)] = 200
     job: str | None = None
-    kinds: Kinds = ""
-    """Wanted kinds, with spaces between them; empty for all."""
-    without: Kinds = ""
-    """Unwanted kinds."""
-    mark: bool = False
-    """The answer also has the id up to which the log was read."""
+    kinds: Kinds = ""  # wanted kinds, with spaces between them; empty for all
+    without: Kinds = ""  # unwanted kinds
+    mark: bool = False  # the answer also has the id up to which the log was read
 
 
 class ExplainQuestion(msgspec.Struct, kw_only=True):

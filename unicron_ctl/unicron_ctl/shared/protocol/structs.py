@@ -18,8 +18,7 @@ class Settings(msgspec.Struct, kw_only=True):
     name: ranges.Kind
     user: ranges.Name
     weight: ranges.Weight = 1.0
-    min_nodes: ranges.Elements = 1
-    """The fewest nodes with which the job can train."""
+    min_nodes: ranges.Elements = 1  # the fewest nodes with which the job can train
     min_stated: bool = False
     """The owner, or the launcher in the command, has set `min_nodes`."""
     max_nodes: ranges.Elements = 1
@@ -27,24 +26,19 @@ class Settings(msgspec.Struct, kw_only=True):
     mode: ranges.Mode = SESSION
     """SESSION: the ranks speak this protocol. RESTART: they are plain programs, which start and end together, and the
     agent speaks it for them."""
-    mode_reason: ranges.Text = ""
-    """Why the agent has chosen that mode."""
+    mode_reason: ranges.Text = ""  # why the agent has chosen that mode
     layouts: ranges.Layouts = []
     """Ways to split the model, the preferred one first ("TP2 PP2"); empty if there is only one."""
-    model: ranges.Sizes = {}
-    """Sizes of the model by name, for the planner."""
+    model: ranges.Sizes = {}  # sizes of the model by name, for the planner
     copies: ranges.Copies = 1
     """Other nodes that keep each part of the training state in memory."""
     spares: ranges.Spares = 0
     """Elements that wait, ready to replace a lost member (docs/design/hot-spares.md)."""
     allocation: bool = False
     """The job is one allocation of Slurm, not an array (docs/design/allocations.md)."""
-    no_kill: bool = False
-    """The job's srun goes on without a lost node."""
-    block: ranges.Elements = 1
-    """Nodes of each element of the array (docs/design/blocks.md)."""
-    log_dir: ranges.Text = ""
-    """The folder with the ranks' output files, or empty."""
+    no_kill: bool = False  # the job's srun goes on without a lost node
+    block: ranges.Elements = 1  # nodes of each element of the array (docs/design/blocks.md)
+    log_dir: ranges.Text = ""  # the folder with the ranks' output files, or empty
     command: ranges.NoName = ""
     """Digests of the commands of an array's ranks, joined by full stops. Two commands are the same if one digest is."""
 
@@ -58,8 +52,7 @@ class Settings(msgspec.Struct, kw_only=True):
 class Exit(msgspec.Struct, kw_only=True, gc=False):
     """The end of a rank's process."""
 
-    code: ranges.ExitCode
-    """The exit status, negative for a signal (as in subprocess)."""
+    code: ranges.ExitCode  # the exit status, negative for a signal (as in subprocess)
     at: ranges.Time
     lived: ranges.Seconds  # seconds since its start
     last_line: ranges.Text = ""
@@ -76,10 +69,8 @@ class Fault(msgspec.Struct, kw_only=True, gc=False):
     cause: ranges.Text = ""
     """The line of the traceback that names the reason (`failures.root_cause`)."""
     iteration: ranges.Iteration | None = None
-    micro_batch: ranges.MicroBatch | None = None
-    """The micro-batch of `iteration` in which it came."""
-    fatal: bool = False
-    """It was not caught, so the process ends."""
+    micro_batch: ranges.MicroBatch | None = None  # the micro-batch of `iteration` in which it came
+    fatal: bool = False  # it was not caught, so the process ends
     lived: ranges.Seconds = 0.0
     """If it is fatal: the seconds from the start of the process to the exception."""
 
@@ -89,10 +80,8 @@ class Shards(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     base: ranges.Count
     """Names the generation over whose replicas the state is sharded (:func:`sharding.state_base`)."""
-    version: ranges.Count
-    """The state's number of steps."""
-    count: ranges.Ways
-    """The number of shards of the whole state."""
+    version: ranges.Count  # the state's number of steps
+    count: ranges.Ways  # the number of shards of the whole state
     held: ranges.Shards
     """Shards that belong to the rank's place: its own, and copies of others."""
 
@@ -111,17 +100,14 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     left (a plan went on without it) | finished (trained to the end) | exited."""
     changed: ranges.Time = 0.0  # time of the last change of state, phase or done, by the agent's clock
     incarnation: ranges.Incarnation = 0
-    generation: ranges.Count = 0
-    """The last generation that the rank has entered."""
+    generation: ranges.Count = 0  # the last generation that the rank has entered
     entering: ranges.Count = 0
     broken: ranges.Count = 0
     """All generations up to this one are over for the rank. If it reaches the rank's generation without a Break, the
     rank has stopped by itself."""
     iteration: ranges.Iteration = 0
-    phase: ranges.RankPhase = "computing"
-    """computing | reducing | synced | stepped, of `iteration`."""
-    done: ranges.MicroBatches = []
-    """The micro-batches in its gradient."""
+    phase: ranges.RankPhase = "computing"  # computing | reducing | synced | stepped, of `iteration`
+    done: ranges.MicroBatches = []  # the micro-batches in its gradient
     micro_batches: ranges.MicroBatchCount = 0
     """Micro-batches that a plan would deal: those of the next iteration if this one may be stepped."""
     train_iterations: ranges.Count = 0
@@ -139,10 +125,8 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     moved: ranges.Count = 0
     """A number that changes while the rank's transfer or collective makes progress: bytes, and in the first seconds of
     a loss the network's retransmissions. In restart mode: the script's own heartbeats. 0 if unknown."""
-    replica: ranges.Replica = 1
-    """Ranks of a replica."""
-    layout: ranges.Kind = ""
-    """The shape of a replica, for people."""
+    replica: ranges.Replica = 1  # ranks of a replica
+    layout: ranges.Kind = ""  # the shape of a replica, for people
     shards: Annotated[list[Shards], Meta(max_length=ranges.MOST_COPIES)] = []
     """Of a distributed optimizer's state, from a stopped rank or a standby. From a waiting rank: those in its node's
     memory."""
@@ -153,16 +137,11 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     """For a rank at rest: (iteration, mark) of the states with which it can go on, the newest first. They are its own,
     or those that a newcomer could take from memory, a checkpoint or the script. States that belong together have equal
     marks."""
-    forgets: ranges.Kind = ""
-    """Why its state is not kept in memory; empty if it is."""
-    sharded: bool = False
-    """Its optimizer's state is sharded."""
-    remembers: bool = False
-    """It has a state that is kept as a whole."""
-    waits: bool = False
-    """It waits on a socket, a pipe, or for a child."""
-    collectives: Collectives = {}
-    """In restart mode, of a rank that stands still."""
+    forgets: ranges.Kind = ""  # why its state is not kept in memory; empty if it is
+    sharded: bool = False  # its optimizer's state is sharded
+    remembers: bool = False  # it has a state that is kept as a whole
+    waits: bool = False  # it waits on a socket, a pipe, or for a child
+    collectives: Collectives = {}  # in restart mode, of a rank that stands still
     outlives: bool = False
     """It ignores SIGTERM, and trains on to the next boundary when its element has to end."""
     saves_in: ranges.Kind = ""
@@ -189,8 +168,7 @@ class RankStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     slot: ranges.Slot
     micro_batches: ranges.MicroBatches
     seconds: ranges.StepSeconds
-    loss: float | None
-    """None if unknown, as for a plain program."""
+    loss: float | None  # None if unknown, as for a plain program
     computed: ranges.MicroBatches | None = None
     """Each micro-batch as often as it was computed; None if that is `micro_batches`."""
     phases: Annotated[list[ranges.Seconds], Meta(max_length=len(PHASES))] = []
@@ -216,8 +194,7 @@ class StepReport(msgspec.Struct, omit_defaults=True):
 
     generation: ranges.Count
     iteration: ranges.Count
-    total: ranges.MicroBatchCount
-    """Micro-batches of the iteration."""
+    total: ranges.MicroBatchCount  # micro-batches of the iteration
     at: ranges.Time
     ranks: Annotated[list[RankStep], Meta(max_length=ranges.MOST_RANKS)]
     number: ranges.Count = 0
@@ -254,22 +231,16 @@ class Image(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Training state in a node's memory, which outlives its ranks (:class:`image_format.Key`)."""
 
     kind: ranges.Kind
-    slot: ranges.Slot
-    """The rank whose part of the state it is."""
-    iteration: ranges.Count
-    """The iteration with which the state goes on."""
-    place: ranges.Slot
-    """The place of the rank among the `size` ranks of a replica."""
+    slot: ranges.Slot  # the rank whose part of the state it is
+    iteration: ranges.Count  # the iteration with which the state goes on
+    place: ranges.Slot  # the place of the rank among the `size` ranks of a replica
     size: ranges.Replica
-    shard: ranges.Shard
-    """The number of the shard, of `count`."""
+    shard: ranges.Shard  # the number of the shard, of `count`
     count: ranges.Ways
     base: ranges.Count
     """Names the generation that made the state, as in :class:`Shards`."""
-    mark: ranges.NoName
-    """The same in all images that belong together."""
-    bytes: ranges.Count = 0
-    """The size of the image."""
+    mark: ranges.NoName  # the same in all images that belong together
+    bytes: ranges.Count = 0  # the size of the image
 
 
 class Failing(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -284,5 +255,4 @@ class Holder(msgspec.Struct, frozen=True, gc=False):
 
     element: ranges.Element
     address: ranges.Name
-    token: ranges.Name
-    """Its peers show it with each transfer."""
+    token: ranges.Name  # its peers show it with each transfer

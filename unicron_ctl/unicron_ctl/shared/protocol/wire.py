@@ -88,8 +88,7 @@ class Agreement(msgspec.Struct, kw_only=True, omit_defaults=True):
     assignment is for the agent's own slots, or for all at the first agents."""
     lost: Annotated[list[LostRank], Meta(max_length=ranges.MOST_SLOTS)]
     reason: ranges.Reason
-    by: ranges.NoName
-    """The agent that made the plan."""
+    by: ranges.NoName  # the agent that made the plan
     chosen: bool = True
     """The ranks follow it. Before that, a majority may or may not have accepted it, and its number is used either
     way."""
@@ -242,8 +241,7 @@ class Welcome(Message, tag="welcome"):
     controller: ranges.Kind
     progress_seconds: ranges.Progress = 0.2
     """Seconds that a status with nothing but progress waits for more."""
-    metrics_seconds: ranges.Seconds = 0.0
-    """Seconds between two :class:`Metrics`; 0 for none."""
+    metrics_seconds: ranges.Seconds = 0.0  # seconds between two `Metrics`; 0 for none
     metrics_directory: ranges.Text = ""
     """The folder whose latency is measured; empty for the agent's own."""
     layout: ranges.Kind = ""
@@ -284,10 +282,8 @@ class Refusal(Message, tag="refused"):
     """The controller does not accept the last message."""
 
     reason: ranges.Reason
-    final: bool = False
-    """Asking again is useless, and the job goes on unprotected."""
-    replaced: bool = False
-    """Another agent has this one's place, so it ends."""
+    final: bool = False  # asking again is useless, and the job goes on unprotected
+    replaced: bool = False  # another agent has this one's place, so it ends
     alone: bool = False
     """The command should run in a world of its own node. If that is not final, the step of an agent that was taken in
     before is over."""
@@ -326,11 +322,9 @@ class Plan(Message, tag="plan"):
     source: ranges.Slot | None = None
     step: ranges.Count | None = None  # ranks that are synced at this iteration step
     iteration: ranges.Iteration | None = None
-    assignment: ranges.Assignment = {}
-    """Micro-batches by the slot of a replica's head."""
+    assignment: ranges.Assignment = {}  # micro-batches by the slot of a replica's head
     reason: ranges.Reason = ""
-    replica: ranges.Replica = 1
-    """Ranks of a replica."""
+    replica: ranges.Replica = 1  # ranks of a replica
     state: ranges.State | None = None
     """(base, version) of the optimizer's shards from which all go on (:class:`structs.Shards`)."""
 

@@ -18,8 +18,8 @@ from unicron_ctl.shared.log.store import Store
 HOUR = 3600.0
 
 
-def _events(*told: tuple[float, str, records.Record]) -> list[Event]:
-    return [Event(number, hour * HOUR, job, 1, record) for number, (hour, job, record) in enumerate(told, start=1)]
+def _events(*story: tuple[float, str, records.Record]) -> list[Event]:
+    return [Event(number, hour * HOUR, job, 1, record) for number, (hour, job, record) in enumerate(story, start=1)]
 
 
 def _plan(nodes: int) -> records.ActionObserved:

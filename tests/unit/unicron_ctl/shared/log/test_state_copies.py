@@ -9,7 +9,7 @@ import sqlite3
 import stat
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from unicron_ctl.shared.protocol.encryption import SECRET_FILE, make_key
 from unicron_ctl.shared.system.errors import UserError
 
 OTHER = 65534  # a user who is not root
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root works for another user")
 
 
 def events(first: int, last: int) -> list[Event]:
@@ -44,6 +45,13 @@ def folder(tmp_path: Path) -> Path:
     begun.store.append(events(1, 10))
     begun.close()
     return made
+
+
+def refusal(folder: Path, action: Callable[[], object]) -> str:
+    """The text with which an action is refused."""
+    with pytest.raises(UserError) as refused:
+        action()
+    return str(refused.value).replace(str(folder), "FOLDER")
 
 
 @contextlib.contextmanager
@@ -216,13 +224,13 @@ def test_a_damaged_copy_changes_nothing(folder: Path, tmp_path: Path, damage: st
 
 def test_what_was_under_way_at_the_backup_is_asked_of_nobody(tmp_path: Path) -> None:
     state = ClusterState()
-    asked = [
+    requests = [
         ("", -1, records.SlurmAction(action="down", element=-1, node="n1", slurm_reason="unicron[node_problem]: x")),
         ("", -1, records.SlurmAction(action="down", element=-1, node="n2", slurm_reason="unicron[node_problem]: x")),
         ("", -1, records.SlurmDone(action="down", node="n2")),
         ("7", 0, records.SlurmAction(action="requeue", element=0, node="")),
     ]
-    for number, (job, _, record) in enumerate(asked, 1):
+    for number, (job, _, record) in enumerate(requests, 1):
         fold(state, Event(number, 1000.0, job, 0, record))
     fold(state, Event(9, 2000.0, "", 0, records.LogRestored(taken=1000.0)))
     assert not state.intents and state.paused == {"": 0.0}
@@ -254,7 +262,7 @@ def anothers(folder: Path, tmp_path: Path) -> Iterator[Path]:
         yield made
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root works for another user")
+@AS_ROOT
 def test_what_root_restores_belongs_to_the_folders_owner(anothers: Path, tmp_path: Path) -> None:
     _, kept = restore(tmp_path / "copy", anothers)
     assert os.geteuid() == os.getegid() == 0 and kept is not None
@@ -263,7 +271,7 @@ def test_what_root_restores_belongs_to_the_folders_owner(anothers: Path, tmp_pat
     assert any(name.startswith("lock.") for name in owners), "else unicrond could not look at it, and would not start"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root works for another user")
+@AS_ROOT
 def test_what_the_owner_puts_in_the_way_leads_root_nowhere(anothers: Path, tmp_path: Path) -> None:
     roots = tmp_path / "roots"
     roots.touch(mode=0o600)
@@ -273,7 +281,7 @@ def test_what_the_owner_puts_in_the_way_leads_root_nowhere(anothers: Path, tmp_p
     assert roots.stat().st_uid == os.geteuid() == 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root works for another user")
+@AS_ROOT
 def test_a_backup_of_roots_reads_with_the_owners_rights(anothers: Path, tmp_path: Path) -> None:
     """The key may be a link, and what SQLite finds beside a log, and removes, may be one, too."""
     with tempfile.TemporaryDirectory() as place:
@@ -295,21 +303,21 @@ def test_a_backup_of_roots_reads_with_the_owners_rights(anothers: Path, tmp_path
         assert sorted(path.name for path in Path(place).iterdir()) == sorted([LOG_FILE, "secret", "sound"])
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root works for another user")
+@AS_ROOT
 def test_the_rest_of_a_transaction_beside_a_log_is_the_owners(anothers: Path, tmp_path: Path) -> None:
     """SQLite ends what a crash has left, and removes it: as the owner."""
-    asked: list[int] = []
+    users: list[int] = []
     connect = sqlite3.connect
 
     def noted(*args: object, **more: object) -> object:
         if LOG_FILE in str(args[0]) and str(anothers) in str(args[0]):
-            asked.append(os.geteuid())
+            users.append(os.geteuid())
         return connect(*args, **more)  # type: ignore[call-overload]
 
     with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sqlite3, "connect", noted)
         backup(anothers, Path(place) / "copy")
-    assert asked == [OTHER]
+    assert users == [OTHER]
 
 
 def harm(log: Path, what: str) -> bytes:
@@ -341,12 +349,10 @@ def test_a_damaged_log_is_kept_and_a_new_one_begins(tmp_path: Path, what: str, s
     kept = replace_damaged(tmp_path, found.value.why)
     assert (kept / LOG_FILE).read_bytes()[200:] == damaged[200:] and (tmp_path / SECRET_FILE).read_text() == "the key"
     fresh = claim(tmp_path, False)
-    (told,) = fresh.store.replay()
-    assert told.id >= 400 and isinstance(told.record, records.LogRestored) and kept.name in told.record.reason
+    (mark,) = fresh.store.replay()
+    assert mark.id >= 400 and isinstance(mark.record, records.LogRestored) and kept.name in mark.record.reason
     assert what != "a page" or fresh.store.term > 7_000_000_000, "where it can be read"
-    with pytest.raises(UserError) as refused:
-        replace_damaged(tmp_path, "x")
-    assert str(refused.value).replace(str(tmp_path), "FOLDER") == snapshot
+    assert refusal(tmp_path, lambda: replace_damaged(tmp_path, "x")) == snapshot
     fresh.close()
 
 
@@ -355,13 +361,9 @@ def test_logs_that_are_damaged_again_and_again_are_another_fault(tmp_path: Path,
         Store(tmp_path / LOG_FILE, shared=True).close()
         if number < MOST_DAMAGED:
             replace_damaged(tmp_path, "malformed")
-    with pytest.raises(UserError) as refused:
-        replace_damaged(tmp_path, "malformed")
-    assert str(refused.value).replace(str(tmp_path), "FOLDER") == snapshot
+    assert refusal(tmp_path, lambda: replace_damaged(tmp_path, "malformed")) == snapshot
 
 
 def test_a_log_that_is_none_is_one_line(tmp_path: Path, snapshot) -> None:
     (tmp_path / LOG_FILE).write_bytes(b"no log, but long enough for SQLite to look at it" * 100)
-    with pytest.raises(UserError) as refused:
-        backup(tmp_path, tmp_path / "copy")
-    assert str(refused.value).replace(str(tmp_path), "FOLDER") == snapshot
+    assert refusal(tmp_path, lambda: backup(tmp_path, tmp_path / "copy")) == snapshot

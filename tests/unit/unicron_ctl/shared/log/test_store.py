@@ -89,8 +89,8 @@ def test_the_log_of_another_release_is_refused_with_what_to_do(tmp_path: Path, v
     other.commit()
     with pytest.raises(StoreError) as caught:
         Store(tmp_path / "events.sqlite")
-    said = str(caught.value)
-    assert f"written by {who}" in said and "move it away" in said and "\n" not in said
+    message = str(caught.value)
+    assert f"written by {who}" in message and "move it away" in message and "\n" not in message
 
 
 def test_the_log_does_without_the_steps_of_an_undisturbed_run(store: Store) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,13 @@ from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.log.store import Store
 from unicron_ctl.shared.log.week import week
 from unicron_ctl.shared.protocol.answer_schema import Report
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = Store(tmp_path / "events.sqlite")
+    yield made
+    made.close()
 
 
 def test_a_week_is_counted_by_cause_job_and_node() -> None:
@@ -39,10 +47,9 @@ def test_healing_that_cost_more_than_a_requeue_saves_nothing() -> None:
     assert found.saved_node_hours == 0.0 and found.lost_node_hours == pytest.approx(20.0)
 
 
-def test_admins_are_told_of_all_and_an_owner_of_his_own_jobs(tmp_path: Path) -> None:
+def test_admins_are_told_of_all_and_an_owner_of_his_own_jobs(store: Store) -> None:
     world = World()
     world.start_job("7", 2)
-    store = Store(tmp_path / "events.sqlite")
     now = world.now
     store.append([msgspec.structs.replace(event, time=now - 100.0 + event.id) for event in log()])
     everything = msgspec.convert(told(world.core, "report", store=store, seconds=600.0), Report)
@@ -53,11 +60,9 @@ def test_admins_are_told_of_all_and_an_owner_of_his_own_jobs(tmp_path: Path) -> 
     assert {job.job for job in own.jobs} == {"7"} and not own.nodes and not own.needed_admin and not own.observed
     nothing = msgspec.convert(told(world.core, "report", NOBODY, store=store, seconds=600.0), Report)
     assert not nothing.causes and not nothing.jobs
-    store.close()
 
 
-def test_a_look_back_takes_the_newest_in_order_and_says_where_it_was_cut(tmp_path: Path) -> None:
-    store = Store(tmp_path / "events.sqlite")
+def test_a_look_back_takes_the_newest_in_order_and_says_where_it_was_cut(store: Store) -> None:
     store.append(log())
     kinds = (records.FailureDetected, records.JobEnded)
     found = store.since(kinds, 9.0)
@@ -66,4 +71,3 @@ def test_a_look_back_takes_the_newest_in_order_and_says_where_it_was_cut(tmp_pat
     assert [event.id for event in of_one.events] == [2] and of_one.cut is None, "others' events do not count"
     found = store.since(kinds, 9.0, limit=2)
     assert [event.time for event in found.events] == [40.0, 99.0] and found.cut == (8, 31.0)
-    store.close()

@@ -337,8 +337,8 @@ def test_agents_that_take_all_the_time_leave_some_to_strangers(serve: Serve) -> 
 
     for _ in range(3):
         served.listener.receive(slow, time.monotonic() + 0.03)
-    said = [data for _, data in served.heard]
-    assert b"question" in said and said[0] == b"step" and said.count(b"step") > 3
+    messages = [data for _, data in served.heard]
+    assert b"question" in messages and messages[0] == b"step" and messages.count(b"step") > 3
 
 
 def test_a_program_that_is_behind_puts_out_nobody_for_short_messages(

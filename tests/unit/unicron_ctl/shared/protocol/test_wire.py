@@ -41,12 +41,12 @@ def test_an_agent_gets_the_micro_batches_of_each_replica_in_which_it_has_a_rank(
     plan = wire.Plan(
         generation=1, members=[0, 5, 2, 3], store="", prefix="", replica=2, assignment={0: [0, 2], 2: [1, 3]}
     )
-    told = [
+    plans = [
         shared_plans.whole(shared_plans.share(plan, shared_plans.common(plan), slots))
         for slots in ([4, 5], [2], [6, 7], [3, 0])
     ]
-    assert [one.assignment for one in told] == [{0: [0, 2]}, {2: [1, 3]}, {}, {2: [1, 3], 0: [0, 2]}]
-    assert all(one.members == plan.members and one.replica == 2 for one in told)
+    assert [one.assignment for one in plans] == [{0: [0, 2]}, {2: [1, 3]}, {}, {2: [1, 3], 0: [0, 2]}]
+    assert all(one.members == plan.members and one.replica == 2 for one in plans)
 
 
 def test_members_that_are_no_whole_replicas_are_refused(snapshot):
@@ -62,12 +62,12 @@ def test_only_those_who_lead_are_told_of_everybody():
     everybody = [structs.Peer(element, f"a{element}", f"n{element}:1", "k" * 40) for element in range(5)]
     plan = wire.Plan(generation=1, members=[0, 1], store="", prefix="")
     common = shared_plans.common(plan, everybody[:2])
-    told = [
-        wire.decode(wire.encode(shared_plans.share(plan, common, [0], known)), wire.ToAgent)
-        for known in (everybody, ())
+    parts = [
+        wire.decode(wire.encode(shared_plans.share(plan, common, [0], peers)), wire.ToAgent)
+        for peers in (everybody, ())
     ]
-    assert [shared_plans.proposers(part) for part in told] == [everybody[:2]] * 2
-    assert [part.peers for part in told] == [everybody, []]
+    assert [shared_plans.proposers(part) for part in parts] == [everybody[:2]] * 2
+    assert [part.peers for part in parts] == [everybody, []]
 
 
 @given(SLOTS)

@@ -72,15 +72,15 @@ WRONG = (
 
 
 def test_a_wrong_file_gives_one_line_that_names_the_key(tmp_path: Path, snapshot) -> None:
-    path, said = tmp_path / "unicron.toml", {}
+    path, messages = tmp_path / "unicron.toml", {}
     for text in WRONG:
         path.write_text(text)
         with pytest.raises(UserError) as caught:
             load(path)
         line = str(caught.value)
         assert line.startswith(f"{path}: ") and "\n" not in line and caught.value.exit_code == 2
-        said[text.replace("\n", " ")] = re.sub("(: not TOML).*", r"\1", line.replace(str(path), "FILE"))
-    assert said == snapshot
+        messages[text.replace("\n", " ")] = re.sub("(: not TOML).*", r"\1", line.replace(str(path), "FILE"))
+    assert messages == snapshot
 
 
 def test_of_notify_only_unicrond_is_told_what_is_wrong(tmp_path: Path, snapshot) -> None:
@@ -205,12 +205,12 @@ def test_whole_numbers_are_numbers() -> None:
 def test_whose_flops_are_compared_is_one_of_three(snapshot) -> None:
     assert parse({}).controller.planner.compare == "user"
     assert parse({"planner": {"compare": "flops"}}).controller.planner.compare == "flops"
-    said = []
+    messages = []
     for wrong in ({"compare": "all"}, {"compares": "flops"}, 1):
         with pytest.raises(UserError) as refused:
             parse({"planner": wrong})
-        said.append(str(refused.value))
-    assert said == snapshot
+        messages.append(str(refused.value))
+    assert messages == snapshot
 
 
 def test_where_the_file_and_the_controller_are_found(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def test_the_defaults_keep_every_rule() -> None:
 def test_each_rule_is_noticed_when_it_alone_is_broken(rule: limits.Rule) -> None:
     values = {name: 1.0 for name in (*names(rule.low), *names(rule.high))}
     values[names(rule.low)[0]] = 1000.0
-    (said,) = (line for line in contradictions(values) if rule.why in line)
-    assert said.endswith(rule.why) and "\n" not in said
+    (problem,) = (line for line in contradictions(values) if rule.why in line)
+    assert problem.endswith(rule.why) and "\n" not in problem
     values[names(rule.low)[0]], values[names(rule.high)[0]] = 1.0, 1000.0
     assert not [line for line in contradictions(values) if rule.why in line]
 
@@ -90,8 +90,8 @@ def test_a_message_begins_with_what_can_be_changed(snapshot) -> None:
 def test_variables_of_the_environment() -> None:
     assert fixed_values({"UNICRON_PLAN_TIMEOUT": "1.5"})[0]["UNICRON_PLAN_TIMEOUT"] == 1.5
     for text in ("soon", "inf", "nan", "-1"):
-        values, (said,) = fixed_values({"UNICRON_PLAN_TIMEOUT": text})
-        assert "UNICRON_PLAN_TIMEOUT" not in values and said.startswith(f"UNICRON_PLAN_TIMEOUT = '{text}'")
+        values, (problem,) = fixed_values({"UNICRON_PLAN_TIMEOUT": text})
+        assert "UNICRON_PLAN_TIMEOUT" not in values and problem.startswith(f"UNICRON_PLAN_TIMEOUT = '{text}'")
 
 
 def test_ranges() -> None:

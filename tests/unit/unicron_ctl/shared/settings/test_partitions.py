@@ -73,13 +73,13 @@ WRONG = (
 
 
 def test_what_is_wrong_is_one_line_that_names_the_key(snapshot) -> None:
-    said = {}
+    messages = {}
     for text in WRONG:
         with pytest.raises(UserError) as caught:
             parse(tomllib.loads(text))
         assert "\n" not in str(caught.value)
-        said[text.replace("\n", " ")] = str(caught.value)
-    assert said == snapshot
+        messages[text.replace("\n", " ")] = str(caught.value)
+    assert messages == snapshot
 
 
 def test_what_has_no_meaning_keeps_its_default() -> None:

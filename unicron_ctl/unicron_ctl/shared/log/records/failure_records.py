@@ -41,10 +41,8 @@ class FailureDetected(Record, frozen=True, tag="failure_detected"):
     element: int = -1
     node: str = ""
     member: bool = False  # a member of the job's generation has failed
-    leave_out: dict[int, str] = {}
-    """Slots without which the job has to go on -> reason."""
-    regroup: str = ""
-    """Why a new generation is needed although no rank is lost."""
+    leave_out: dict[int, str] = {}  # slots without which the job has to go on -> reason
+    regroup: str = ""  # why a new generation is needed although no rank is lost
     wait_seconds: float = 0.0  # before its process starts again
     escalation: EscalationFacts | None = None
     exits: list[SeenExit] = []

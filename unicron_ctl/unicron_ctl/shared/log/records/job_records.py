@@ -52,8 +52,7 @@ class AgentRegistered(Record, frozen=True, tag="agent_registered"):
     """Its CURVE public key, to which its credential was bound; empty without encryption."""
     peer: str = ""  # host:port at which other agents of the job reach it, or empty
     peer_key: str = ""  # its key for other agents, which it has also without encryption
-    confirmed: bool = True
-    """Slurm shows the element at work on this node, or is not used."""
+    confirmed: bool = True  # Slurm shows the element at work on this node, or is not used
     requeues: int = 0  # of the whole job, as the agent counts them
     restarts: int = -1  # how often Slurm had requeued the element; -1 if unknown
 
