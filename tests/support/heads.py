@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import sqlite3
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +105,3 @@ class Heads:
 def contiguous(ids: list[int]) -> bool:
     """No event is missing. Steps may be thinned, so this is for short logs."""
     return ids == list(range(ids[0], ids[0] + len(ids)))
-
-
-def seconds_since(began: float) -> float:
-    return time.monotonic() - began

@@ -164,12 +164,6 @@ def submit(world: World, job: str, count: int, weight: float = 1.0, **facts: Any
     return start(world, job, count, weight)
 
 
-def grow_back(world: World, job: str = "1", count: int = 3, seconds: float = 1.0, **settings: Any) -> None:
-    """Agents start where Slurm runs elements (:func:`follow`), and their ranks come in at the next boundary."""
-    ready(world, follow(world, job, count, **settings), after=seconds)
-    boundary(world, 0.0)
-
-
 # ---------------------------------------------------------------- what happens
 def boundary(world: World, after: float = 0.3, before: float = 0.0) -> None:
     """An iteration ends: all who train take what they are offered. before, after: seconds that pass."""

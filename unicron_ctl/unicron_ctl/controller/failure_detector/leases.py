@@ -25,7 +25,7 @@ from unicron_ctl.shared.protocol.reach import Reach
 
 MISSING_SECONDS = 0.5  # between two checks for agents that have not come back to a restarted controller
 PORT_CLOSED = "its port is closed"
-BY_LEASE = "lease and "  # begins `Finding.by` where silence is one of the two kinds of evidence
+BY_LEASE = "lease and "  # begins `Finding.by` if silence is one of the two kinds of evidence
 
 
 def check_leases(view: View) -> Outcome:

@@ -113,12 +113,12 @@ class SlurmView:
     error: str = ""
     """Why Slurm has not answered since `error_since`."""
     error_since: float = 0.0
-    error_told: float = 0.0
+    error_logged: float = 0.0
     """When a reason was last logged."""
     private: frozenset[str] = frozenset()
     """Slurm's PrivateData: the kinds of entries of which a user sees only their own."""
     domains: Mapping[str, str] = field(default_factory=dict)
-    """node -> the leaf switch or block with which it fails; empty where Slurm knows no topology."""
+    """node -> the leaf switch or block with which it fails; empty if Slurm knows no topology."""
     kill_wait: float = 30.0
     """Seconds from SIGTERM to SIGKILL when an element is to end."""
     grace: Mapping[str, float] = field(default_factory=dict)
