@@ -271,23 +271,3 @@ def test_a_node_that_two_jobs_lost_is_taken_also_when_one_of_them_ends_first(end
         agent.silent = agent.cut = agent.node == dead
     world.run(12.0)
     assert [call[3] for call in stopped(world) if call[0] == "down"] == [dead] and not world.core.state.deferred
-
-
-def test_nobody_is_missed_after_the_last_job_has_ended() -> None:
-    world = World(FakeSlurm(3))
-    world.slurm.submit("1", 2)
-    agents = follow(world, "1", 2)
-    for agent in agents:
-        agent.ready()
-    world.run(3.0)
-    for _ in range(6):  # the job's own error, until the controller ends it
-        for agent in agents:
-            agent.die(agent.slots[0], code=1, lived=1.0)
-        world.run(4.0)
-        if world.job("1").ended:
-            break
-    assert world.job("1").ended
-    for agent in agents:
-        agent.silent = True
-    world.run(20.0)
-    assert not world.core.view.alone and not [event for event in world.log if isinstance(event.record, records.Alone)]
