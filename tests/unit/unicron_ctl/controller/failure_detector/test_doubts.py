@@ -61,7 +61,7 @@ def test_agents_of_jobs_that_have_ended_are_heard_and_not_missed(company: Compan
     for job, element in EVERYBODY:
         company.last_heard(NOW - 30.0, element, job)
     jobs["3"].ended = Ending(0, "it has trained to the end", NOW)
-    company.last_heard(NOW, job="3")
+    company.last_heard(NOW - LEASE, job="3")
     assert not alone(company)
     company.last_heard(NOW - LEASE - 0.25, job="3")
     assert alone(company) and company.view.suspicions.alone_since == NOW - 30.0
