@@ -412,10 +412,10 @@ class Core:
         self.slurm.on_listing(self.now, self.config.slurm_poll_seconds, self.now - self.slurm.asked_at, failed=True)
         if not self.view.slurm.error:
             self.view.slurm.error_since = self.now
-        other = message != self.view.slurm.error and self.now - self.view.slurm.error_told >= COMPLAIN_AGAIN
+        other = message != self.view.slurm.error and self.now - self.view.slurm.error_logged >= COMPLAIN_AGAIN
         if other or not self.view.slurm.error:
             self.append("", 0, records.SlurmFailed(reason=message))
-            self.view.slurm.error_told = self.now
+            self.view.slurm.error_logged = self.now
         self.view.slurm.error = message
 
     def on_listing(

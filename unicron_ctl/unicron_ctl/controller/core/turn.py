@@ -216,12 +216,12 @@ class Turns:
     def _recheck(view: JobView, element: int, at: float) -> None:
         if at < view.due.get(element, float("inf")):
             view.due[element] = at
-            heapq.heappush(view.told, (at, element))
+            heapq.heappush(view.order_checks, (at, element))
 
     def _requeue_due_orders(self, view: JobView) -> None:
         """Checks agents that got an order a while ago."""
-        while view.told and view.told[0][0] <= self._view.now:
-            at, element = heapq.heappop(view.told)
+        while view.order_checks and view.order_checks[0][0] <= self._view.now:
+            at, element = heapq.heappop(view.order_checks)
             if view.due.get(element) == at:
                 del view.due[element]
                 view.touched.add(element)

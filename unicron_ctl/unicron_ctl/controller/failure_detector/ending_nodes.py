@@ -86,10 +86,9 @@ def open_ending_node(view: View, suspicion: Suspicion) -> None:
 def _recall_ending_nodes(view: View) -> None:
     """Question nodes on which agents died before this controller's start: the log does not tell whose slurmd was
     reached."""
-    for job in view.state.jobs.values():
-        for element, record in job.agents.items() if not job.over else ():
-            if record.gone == AGENT_DIED:
-                _open_silent(view, job.job, element, view.started_at, None)
+    for job, element, record in view.known_agents():
+        if record.gone == AGENT_DIED:
+            _open_silent(view, job.job, element, view.started_at, None)
 
 
 def _open_leftovers(view: View) -> None:
@@ -98,11 +97,10 @@ def _open_leftovers(view: View) -> None:
     suspicions = view.suspicions
     suspicions.leftovers_check_at = view.now + LEFTOVER_SECONDS
     suspicions.answered = {node: at for node, at in suspicions.answered.items() if view.now - at < REACHED_SECONDS}
-    for job in view.state.jobs.values():
-        for element, record in job.agents.items() if not job.over else ():
-            asked = record.node in suspicions.ending_nodes or record.node in suspicions.answered
-            if record.ended_early and not asked and (job.job, element) in _leftovers(view, record.node):
-                _open(view, job.job, element, view.now, None)
+    for job, element, record in view.known_agents():
+        asked = record.node in suspicions.ending_nodes or record.node in suspicions.answered
+        if record.ended_early and not asked and (job.job, element) in _leftovers(view, record.node):
+            _open(view, job.job, element, view.now, None)
 
 
 def _open_silent(view: View, job: str, element: int, since: float, reached: bool | None) -> None:

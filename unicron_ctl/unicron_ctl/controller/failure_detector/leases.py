@@ -25,7 +25,7 @@ from unicron_ctl.shared.protocol.reach import Reach
 
 MISSING_SECONDS = 0.5  # between two checks for agents that have not come back to a restarted controller
 PORT_CLOSED = "its port is closed"
-BY_LEASE = "lease and "  # begins `Finding.by` where silence is one of the two kinds of evidence
+BY_LEASE = "lease and "  # begins `Finding.by` if silence is one of the two kinds of evidence
 
 
 def check_leases(view: View) -> Outcome:
@@ -91,11 +91,10 @@ def _new_suspicions(view: View) -> Iterator[Suspicion]:
             yield _suspicion(view, agent.job, agent.element, agent, sign_of_life(view, agent))
     if view.now - view.started_at > view.config.restart_grace and view.now >= suspicions.missing_check_at:
         suspicions.missing_check_at = view.now + MISSING_SECONDS
-        for job in view.state.jobs.values():
-            for element, record in job.agents.items() if not job.over else ():
-                gone = record.gone and not _needed_again(job, record)
-                if not gone and element not in view.job(job).agents and (job.job, element) not in suspicions.open:
-                    yield _suspicion(view, job.job, element, record, view.started_at)
+        for job, element, record in view.known_agents():
+            gone = record.gone and not _needed_again(job, record)
+            if not gone and element not in view.job(job).agents and (job.job, element) not in suspicions.open:
+                yield _suspicion(view, job.job, element, record, view.started_at)
 
 
 def _suspicion(view: View, job: str, element: int, agent: AgentView | AgentRecord, since: float) -> Suspicion:
@@ -114,15 +113,14 @@ def _recall_given_up(view: View, out: Outcome) -> None:
 
     Self-suspicion counts them as last heard at this controller's start.
     """
-    for job in view.state.jobs.values():
-        for element, record in job.agents.items() if not job.over else ():
-            if record.gone not in ("silent", NODE_ENDED) or view.unfit(record.node) or element in view.job(job).agents:
-                continue
-            suspicion = _suspicion(view, job.job, element, record, view.started_at)
-            suspicion.probing = sum(map(bool, suspicion.targets))
-            view.suspicions.given_up[suspicion.key] = suspicion
-            if suspicion.probing:
-                out.requests.append(Probe(job.job, element, record.node, suspicion.targets, suspicion.number))
+    for job, element, record in view.known_agents():
+        if record.gone not in ("silent", NODE_ENDED) or view.unfit(record.node) or element in view.job(job).agents:
+            continue
+        suspicion = _suspicion(view, job.job, element, record, view.started_at)
+        suspicion.probing = sum(map(bool, suspicion.targets))
+        view.suspicions.given_up[suspicion.key] = suspicion
+        if suspicion.probing:
+            out.requests.append(Probe(job.job, element, record.node, suspicion.targets, suspicion.number))
 
 
 def sign_of_life(view: View, agent: AgentView) -> float:

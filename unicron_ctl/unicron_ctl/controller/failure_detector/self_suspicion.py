@@ -37,13 +37,13 @@ def check_alone(view: View, out: Outcome) -> None:
     leases: dict[tuple[str, int], AgentView] = view.live.leases
     agent = next(reversed(leases.values()), None)
     if agent is not None and view.now - agent.last_heard > view.config.lease:
-        leases = _living(view)
+        over = {job.job for job in view.state.jobs.values() if job.over}  # their agents end unheard
+        leases = {key: one for key, one in leases.items() if one.job not in over}
         agent = next(reversed(leases.values()), None)
     if agent is not None:
         heard, many = agent.last_heard, len(leases) > 1
     else:
-        running = [job for job in view.state.jobs.values() if not job.over]
-        expected = sum(not record.gone for job in running for record in job.agents.values())
+        expected = sum(not record.gone for _, _, record in view.known_agents())
         heard, many = view.started_at + view.config.restart_grace, expected > 1
     if many and view.now - heard > view.config.lease and suspicions.alone_since is None:
         suspicions.alone_since = heard
@@ -54,12 +54,6 @@ def check_alone(view: View, out: Outcome) -> None:
         out.record(None, records.Alone(reason=reason))
     elif not many:
         suspicions.alone_since = None  # according to Slurm, those that were not heard have ended
-
-
-def _living(view: View) -> dict[tuple[str, int], AgentView]:
-    """Return the agents of jobs that have not ended, the one heard last at the end. Other agents end unheard."""
-    over = {job.job for job in view.state.jobs.values() if job.over}
-    return {key: agent for key, agent in view.live.leases.items() if agent.job not in over}
 
 
 def end_alone(view: View, since: float) -> Outcome:

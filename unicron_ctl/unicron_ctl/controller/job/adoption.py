@@ -291,7 +291,7 @@ def take_in_plan(job: JobView, agent: AgentView, message: wire.RecallAnswer) -> 
     except wire.BadMessage:
         return
     if agent.element in job.ahead and plan.generation == agent.newest and plan.members:
-        # Only this agent's part of the assignment is known; whoever reports says what it has computed.
+        # Only this agent's part of the assignment is known; reports tell what was computed.
         job.held = msgspec.structs.replace(plan, assignment={}, boundary=False)
 
 

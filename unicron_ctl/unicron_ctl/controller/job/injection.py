@@ -32,7 +32,15 @@ def perform(
 
     Returns the answer and the outcome. A fault that the command itself carries out (a node's power) is only logged.
     """
-    name = _check_fault(view, job, fault)
+    if not view.config.allow_inject:
+        how = "set `allow_inject = true` under [controller] in unicron.toml"
+        raise NotInjected(f"this controller injects no faults: {how}")
+    try:
+        name, _ = inject.parse(fault)
+    except inject.InjectError as error:
+        raise NotInjected(str(error)) from None
+    if job.state.over:
+        raise NotInjected(f"job {job.state.job} has ended")
     if name == "corrupt-checkpoint" and slot is None and node is None and job.state.members:
         slot = min(job.state.members)  # the next newcomer gets the state from it
     agent, slot = _target(job, slot, node)
@@ -51,20 +59,6 @@ def perform(
         if inject.FAULTS[name][0] != "command":
             out.send(agent, wire.Inject(fault=fault, slot=slot, incarnation=incarnation, seconds=seconds))
     return done, out
-
-
-def _check_fault(view: View, job: JobView, fault: str) -> str:
-    """The fault's name. Raises NotInjected."""
-    if not view.config.allow_inject:
-        how = "set `allow_inject = true` under [controller] in unicron.toml"
-        raise NotInjected(f"this controller injects no faults: {how}")
-    try:
-        name, _ = inject.parse(fault)
-    except inject.InjectError as error:
-        raise NotInjected(str(error)) from None
-    if job.state.over:
-        raise NotInjected(f"job {job.state.job} has ended")
-    return name
 
 
 def _target(job: JobView, slot: int | None, node: str | None) -> tuple[AgentView, int]:

@@ -10,7 +10,7 @@ from unicron_ctl.controller.job.modes import LoggedNewcomers
 from unicron_ctl.controller.job.orders import StandingOrders
 from unicron_ctl.controller.job.spares import LoggedSpares
 from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.job_ledger import Account, JobLedger, PlainSteps
+from unicron_ctl.controller.model.job_ledger import JobLedger, PlainSteps
 from unicron_ctl.controller.model.job_state import Failure, Identity, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.live import READY
@@ -133,7 +133,10 @@ class JobRuntime:
             for record in self.sensors.times.on_iteration(state, account, recovery, now):
                 out.record(state, record, account.generation)
             if account.problems and self.violations.allows("", now):
-                out.record(state, _violation(account), account.generation)
+                reason = f"iteration {account.iteration}: {'; '.join(account.problems[:5])}"
+                problems = account.problems[:50]
+                violation = records.LedgerViolation(iteration=account.iteration, problems=problems, reason=reason)
+                out.record(state, violation, account.generation)
         return out
 
     def _reporters(self, job: JobState) -> Collection[int]:
@@ -169,11 +172,6 @@ def ready_ranks(job: JobState, agent: AgentView, slots: Iterable[int]) -> Outcom
     if found:
         out.record(job, records.RanksReady(agent=agent.agent, incarnations=found), 0)
     return out
-
-
-def _violation(account: Account) -> records.LedgerViolation:
-    reason = f"iteration {account.iteration}: {'; '.join(account.problems[:5])}"
-    return records.LedgerViolation(iteration=account.iteration, problems=account.problems[:50], reason=reason)
 
 
 def report_healed(job: JobView) -> Outcome:

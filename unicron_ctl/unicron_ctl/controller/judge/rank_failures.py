@@ -57,7 +57,10 @@ def rank_exited(view: View, job: JobView, finding: Finding) -> Outcome:
         return out
     decision = decision or faulty_micro_batches.failed_again(state, slot, finding.fault, verdict)
     if decision is None:
-        decision, memory = escalate(view, job, slot, verdict, end.lived, _apart(state, slot), own_words)
+        # The job trains without the slot, which may join again.
+        apart = state.phase is not Phase.FORMING and state.mode.joins and bool(state.members)
+        apart = apart and slot not in state.members
+        decision, memory = escalate(view, job, slot, verdict, end.lived, apart, own_words)
     seen = records.SeenExit(slot=slot, agent=identity.agent, incarnation=identity.incarnation)
     text = f"{finding.fault.type}: {finding.fault.text}" if finding.fault else ""
     record = failure_of(
@@ -79,11 +82,6 @@ def rank_exited(view: View, job: JobView, finding: Finding) -> Outcome:
     how = f"exited with {end.code}" if finding.by == "process exit" else "ends by an exception"
     why = f"{how}: {verdict.cause}"
     return with_remedy(view, job, record, decision, why, identity.incarnation + 1)
-
-
-def _apart(job: JobState, slot: int) -> bool:
-    """Whether the job trains without the slot, which may join again."""
-    return job.phase is not Phase.FORMING and job.mode.joins and bool(job.members) and slot not in job.members
 
 
 def _own_word(job: JobState, verdict: Verdict, end: Exit) -> Verdict:

@@ -28,7 +28,7 @@ class AgentView:
     slots: list[int]
     last_heard: float
     key: str = ""
-    """Its CURVE public key; empty where nothing is encrypted."""
+    """Its CURVE public key; empty if nothing is encrypted."""
     door: str = ""
     """host:port at which other agents check that it lives."""
     status: Status = field(init=False)

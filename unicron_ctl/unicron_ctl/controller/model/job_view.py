@@ -32,7 +32,7 @@ class JobView:
     """Slots whose status sensors have not seen yet."""
     touched: set[int] = field(default_factory=set)
     """Elements that may lack an order."""
-    told: list[tuple[float, int]] = field(default_factory=list)
+    order_checks: list[tuple[float, int]] = field(default_factory=list)
     """A heap of (when, element): elements that got an order, and when to check whether it was obeyed."""
     due: dict[int, float] = field(default_factory=dict)
     """element -> its next entry in that heap."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from unicron_ctl.controller.model.agent_view import AgentView, Route
 from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.model.finding import Finding
-from unicron_ctl.controller.model.job_state import JobState
+from unicron_ctl.controller.model.job_state import AgentRecord, JobState
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.suspicion import Suspicions
 from unicron_ctl.shared.log.records import Record
@@ -113,12 +113,12 @@ class SlurmView:
     error: str = ""
     """Why Slurm has not answered since `error_since`."""
     error_since: float = 0.0
-    error_told: float = 0.0
+    error_logged: float = 0.0
     """When a reason was last logged."""
     private: frozenset[str] = frozenset()
     """Slurm's PrivateData: the kinds of entries of which a user sees only their own."""
     domains: Mapping[str, str] = field(default_factory=dict)
-    """node -> the leaf switch or block with which it fails; empty where Slurm knows no topology."""
+    """node -> the leaf switch or block with which it fails; empty if Slurm knows no topology."""
     kill_wait: float = 30.0
     """Seconds from SIGTERM to SIGKILL when an element is to end."""
     grace: Mapping[str, float] = field(default_factory=dict)
@@ -272,6 +272,12 @@ class View:
     def managed_jobs(self) -> list[JobState]:
         """The jobs of the plan, by id."""
         return [job for _, job in sorted(self.state.jobs.items()) if not job.over]
+
+    def known_agents(self) -> Iterator[tuple[JobState, int, AgentRecord]]:
+        """Yield the last agent of each element, by the log, of all jobs that are not over."""
+        for job in self.state.jobs.values():
+            for element, record in job.agents.items() if not job.over else ():
+                yield job, element, record
 
     def shown_node(self, job: JobState, element: int) -> NodeInfo | None:
         """The node on which Slurm has shown this element of the job running; None if it has not, or is not used: an

@@ -56,6 +56,20 @@ def test_one_agent_alone_says_nothing_of_this_controller(company: Company):
     assert not alone(company), "it has ended by Slurm's word"
 
 
+def test_agents_of_jobs_that_have_ended_are_heard_and_not_missed(company: Company):
+    jobs = company.view.state.jobs
+    for job, element in EVERYBODY:
+        company.last_heard(NOW - 30.0, element, job)
+    jobs["3"].ended = Ending(0, "it has trained to the end", NOW)
+    company.last_heard(NOW - LEASE, job="3")
+    assert not alone(company)
+    company.last_heard(NOW - LEASE - 0.25, job="3")
+    assert alone(company) and company.view.suspicions.alone_since == NOW - 30.0
+    company.view.suspicions.alone_since = None
+    jobs["1"].ended = jobs["2"].ended = jobs["3"].ended
+    assert not alone(company)
+
+
 def test_a_restarted_controller_waits_for_its_grace_and_a_lease_for_several_known_agents(company: Company):
     view = company.view
     for job, element in EVERYBODY:

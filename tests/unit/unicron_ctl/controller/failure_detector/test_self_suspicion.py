@@ -172,37 +172,6 @@ def test_a_tick_looks_at_few_while_nobody_is_silent(monkeypatch: pytest.MonkeyPa
     world.run(10.0)
 
 
-def one_and_a_crowd(elements: int, of_the_other: list[str]) -> tuple[World, FakeAgent, list[FakeAgent]]:
-    """A job of three nodes, and a job of one element on each of those named; the first job's first agent."""
-    world = World(FakeSlurm(12), max_isolated_nodes=100)
-    for job, count in (("1", 3), ("2", elements)):
-        world.slurm.submit(job, count)
-    for element, node in enumerate(of_the_other):
-        world.slurm.queue["2", element].update(state="RUNNING", node=node, reason="")
-    for job, count in (("1", 3), ("2", elements)):
-        for agent in follow(world, job, count):
-            agent.ready()
-    world.run(4.0)
-    first, *_ = (agent for agent in world.agents if agent.job == "1")
-    return world, first, [agent for agent in world.agents if agent.job == "2"]
-
-
-@pytest.mark.parametrize("again_and_again", [False, True])
-def test_agents_that_their_user_has_stopped_keep_nobody_from_a_dead_node(again_and_again: bool):
-    """Defect: 8 stopped agents of one job, whose doors and slurmds the controller itself reached, were most."""
-    world, dead, crowd = one_and_a_crowd(8, [f"n{n}" for n in range(4, 12)])
-    for agent in crowd:
-        agent.silent = agent.cut = True  # stopped: the kernel takes connections all the same
-    world.run(4.0)
-    world.dead_nodes.add(dead.node)
-    dead.silent = True
-    for _ in range(8 if again_and_again else 2):
-        for agent in crowd:
-            agent.silent = agent.cut = not (again_and_again and agent.silent)
-        world.run(1.5 if again_and_again else 5.0)
-    assert [call[:1] + call[3:] for call in stopped(world)] == [("down", dead.node)] and not kinds(world)
-
-
 def small_jobs_without_their_nodes(jobs: int) -> tuple[World, list[FakeAgent]]:
     """Jobs of one node each, the 13th on that of the first; ten of twelve nodes are cut off, for Slurm, too. There is a
     node for each job."""
@@ -271,23 +240,3 @@ def test_a_node_that_two_jobs_lost_is_taken_also_when_one_of_them_ends_first(end
         agent.silent = agent.cut = agent.node == dead
     world.run(12.0)
     assert [call[3] for call in stopped(world) if call[0] == "down"] == [dead] and not world.core.state.deferred
-
-
-def test_nobody_is_missed_after_the_last_job_has_ended() -> None:
-    world = World(FakeSlurm(3))
-    world.slurm.submit("1", 2)
-    agents = follow(world, "1", 2)
-    for agent in agents:
-        agent.ready()
-    world.run(3.0)
-    for _ in range(6):  # the job's own error, until the controller ends it
-        for agent in agents:
-            agent.die(agent.slots[0], code=1, lived=1.0)
-        world.run(4.0)
-        if world.job("1").ended:
-            break
-    assert world.job("1").ended
-    for agent in agents:
-        agent.silent = True
-    world.run(20.0)
-    assert not world.core.view.alone and not [event for event in world.log if isinstance(event.record, records.Alone)]

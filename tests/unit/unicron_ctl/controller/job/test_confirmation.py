@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.scenarios import power_off, ready
+from tests.support.scenarios import messages, power_off, ready
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.core import registrations
 from unicron_ctl.controller.job import registration
@@ -34,10 +34,6 @@ def register(world: World, agent: FakeAgent, uid: int | None = ANN) -> None:
     agent.register()
 
 
-def told(agent: FakeAgent, kind: type) -> list:
-    return [message for message in agent.heard if isinstance(message, kind)]
-
-
 def obstinate(world: World, *place, **more) -> FakeAgent:
     """One that does not register again by itself."""
     agent = FakeAgent(world, *place, **more)
@@ -57,7 +53,7 @@ def test_an_agent_is_taken_in_as_slurm_shows_it():
     world = cluster()
     agent = comes(world, "1", 0, "n1", nodes=2000)
     job = world.job()
-    assert told(agent, wire.Welcome) and (job.uid, job.settings.user, job.submitted) == (ANN, "ann", 1.0)
+    assert messages(agent, wire.Welcome) and (job.uid, job.settings.user, job.submitted) == (ANN, "ann", 1.0)
     assert job.settings.max_nodes == 2, "the array has two elements, whatever the agent says"
 
 
@@ -65,7 +61,7 @@ def test_an_agent_is_taken_in_as_slurm_shows_it():
 def test_another_owner_or_node_is_refused_finally_and_nothing_happens(node, uid, says):
     world = cluster()
     agent = comes(world, "1", 0, node, uid=uid, after=1.0)
-    (refused,) = told(agent, wire.Refusal)
+    (refused,) = messages(agent, wire.Refusal)
     assert refused.final and says in refused.reason
     assert "1" not in world.core.state.jobs and not world.slurm.calls
 
@@ -77,7 +73,7 @@ def test_of_a_job_that_is_managed_nobody_else_takes_an_element():
         register(world, agent)
     world.run(0.3, heartbeats=False)
     thief = comes(world, "1", 1, "n2", name="thief", uid=BOB)
-    assert told(thief, wire.Refusal)[0].final
+    assert messages(thief, wire.Refusal)[0].final
     assert world.job().agents[1].agent == owners[1].agent and not world.slurm.calls
 
 
@@ -87,7 +83,7 @@ def test_what_slurm_does_not_show_at_work_is_refused_for_now_only():
     for agent in (early, unknown):
         register(world, agent)
     world.run(0.5, heartbeats=False)
-    (first,), (second,) = told(early, wire.Refusal), told(unknown, wire.Refusal)
+    (first,), (second,) = messages(early, wire.Refusal), messages(unknown, wire.Refusal)
     assert not first.final and "PENDING" in first.reason and not second.final and "shows no element" in second.reason
     assert not world.core.state.jobs
 
@@ -99,9 +95,9 @@ def test_no_earlier_listing_refuses_anybody():
     world.slurm.queue["1", 0].update(node="n4")
     agent = obstinate(world, "1", 0, "n4")
     register(world, agent)
-    assert not told(agent, wire.Refusal)
+    assert not messages(agent, wire.Refusal)
     world.run(0.3, heartbeats=False)
-    assert told(agent, wire.Welcome) and not told(agent, wire.Refusal)
+    assert messages(agent, wire.Welcome) and not messages(agent, wire.Refusal)
 
 
 def test_without_slurms_word_a_job_is_healed_within_itself_and_touches_nothing():
@@ -128,13 +124,13 @@ def test_a_job_that_was_begun_in_an_outage_by_another_user_ends_when_slurm_is_ba
     world = cluster()
     thief = obstinate(world, "1", 0, "n1")
     outage(world, thief, uid=BOB)
-    assert told(thief, wire.Welcome)
+    assert messages(thief, wire.Welcome)
     world.slurm.refuse = ""
     world.run(3.0)
     assert world.job().ended and not world.slurm.calls
-    assert told(thief, wire.Refusal) and not told(thief, wire.End), "its command goes on unmanaged"
+    assert messages(thief, wire.Refusal) and not messages(thief, wire.End), "its command goes on unmanaged"
     owner = comes(world, "1", 0, "n1", name="owner", after=0.5)
-    assert told(owner, wire.Welcome) and world.job().uid == ANN and not world.job().ended
+    assert messages(owner, wire.Welcome) and world.job().uid == ANN and not world.job().ended
 
 
 @pytest.mark.parametrize("over", [True, False], ids=["ended", "still on record"])
@@ -145,7 +141,7 @@ def test_a_job_id_that_slurm_uses_again_begins_a_new_job(over):
         world.core.append("1", 0, records.JobEnded(code=0, reason="done"))
     world.slurm.submit("1", 1, uid=BOB, user="bob", submitted=500.0)
     second = comes(world, "1", 0, "n1", name="second", uid=BOB, after=0.5)
-    assert told(second, wire.Welcome) and not told(second, wire.End)
+    assert messages(second, wire.Welcome) and not messages(second, wire.End)
     assert (world.job().uid, world.job().submitted, world.job().ended) == (BOB, 500.0, None)
 
 
@@ -159,14 +155,14 @@ def test_while_slurm_is_silent_a_job_with_the_number_of_one_that_ended_waits(sna
     world.slurm.submit("1", 1, uid=ANN, user="ann", submitted=500.0)
     second = obstinate(world, "1", 0, "n1", name="second")
     outage(world, second)
-    (refused,) = told(second, wire.Refusal)
-    assert refused.reason == snapshot and not refused.final and not told(second, wire.End)
+    (refused,) = messages(second, wire.Refusal)
+    assert refused.reason == snapshot and not refused.final and not messages(second, wire.End)
     outage(world, first)
-    assert told(first, wire.End), "one that is known is of the job that has ended"
+    assert messages(first, wire.End), "one that is known is of the job that has ended"
     world.slurm.refuse = ""
     register(world, second)
     world.run(3.0, heartbeats=False)
-    assert told(second, wire.Welcome) and not told(second, wire.End) and world.job().submitted == 500.0
+    assert messages(second, wire.Welcome) and not messages(second, wire.End) and world.job().submitted == 500.0
 
 
 def test_a_finished_job_that_its_user_requeues_begins_again():
@@ -174,11 +170,11 @@ def test_a_finished_job_that_its_user_requeues_begins_again():
     comes(world, "1", 0, "n1", nodes=2)
     world.core.append("1", 0, records.JobEnded(code=0, reason="done"))
     late = comes(world, "1", 1, "n2", name="late")
-    assert told(late, wire.End), "an element that only now comes to its start has nothing to do"
+    assert messages(late, wire.End), "an element that only now comes to its start has nothing to do"
     world.now += AFTER_END_SECONDS + 5.0
     world.slurm.queue["1", 0].update(submitted=world.now, restarts=1)
     again = comes(world, "1", 0, "n1", name="again", after=0.5)
-    assert told(again, wire.Welcome) and not told(again, wire.End) and not world.job().ended
+    assert messages(again, wire.Welcome) and not messages(again, wire.End) and not world.job().ended
 
 
 def outage(world: World, *agents: FakeAgent, uid: int | None = ANN) -> None:
@@ -204,13 +200,13 @@ def test_nothing_is_final_against_a_job_that_slurm_has_not_confirmed(owner, ende
     mine.asker = Asker(uid=owner, user="owner", admin=owner == 0)
     mine.register()
     world.run(CONFIRM_SECONDS + 0.5, heartbeats=False)
-    assert not told(mine, wire.End) and not told(mine, wire.Welcome)
-    assert told(mine, wire.Refusal) and not any(refused.final for refused in told(mine, wire.Refusal))
+    assert not messages(mine, wire.End) and not messages(mine, wire.Welcome)
+    assert messages(mine, wire.Refusal) and not any(refused.final for refused in messages(mine, wire.Refusal))
     world.slurm.refuse = ""
     world.run(2.0, heartbeats=False)
     mine.register()
     world.run(1.5, heartbeats=False)
-    assert told(mine, wire.Welcome) and world.job().uid == owner and world.job().submitted
+    assert messages(mine, wire.Welcome) and world.job().uid == owner and world.job().submitted
 
 
 def test_a_job_that_slurm_does_not_show_when_it_is_back_is_let_go():
@@ -218,14 +214,14 @@ def test_a_job_that_slurm_does_not_show_when_it_is_back_is_let_go():
     world = cluster()
     agents = [FakeAgent(world, "77", element, f"n{element + 1}", nodes=2) for element in range(2)]
     outage(world, *agents)
-    assert all(told(agent, wire.Welcome) for agent in agents)
+    assert all(messages(agent, wire.Welcome) for agent in agents)
     world.slurm.refuse = ""
     world.run(GONE_SECONDS + 3.0)
     job = world.job("77")
     assert job.ended and "Slurm does not show" in job.ended.reason
     for agent in agents:
-        assert not told(agent, wire.End) and told(agent, wire.Refusal)
-        assert not any(refused.final for refused in told(agent, wire.Refusal))
+        assert not messages(agent, wire.End) and messages(agent, wire.Refusal)
+        assert not any(refused.final for refused in messages(agent, wire.Refusal))
     world.slurm.submit("77", 2, uid=ANN, user="ann", state="RUNNING")
     for element in range(2):
         world.slurm.queue["77", element].update(state="RUNNING", node=f"n{element + 1}")
@@ -238,17 +234,17 @@ def test_what_slurm_has_not_confirmed_is_bounded(monkeypatch):
     world = cluster()
     agents = [obstinate(world, str(100 + number), 0, "n1") for number in range(OF_A_USER[0] + 5)]
     outage(world, *agents, uid=BOB)
-    taken = [agent for agent in agents if told(agent, wire.Welcome)]
-    left = [agent for agent in agents if told(agent, wire.Refusal)]
+    taken = [agent for agent in agents if messages(agent, wire.Welcome)]
+    left = [agent for agent in agents if messages(agent, wire.Refusal)]
     assert len(taken) == OF_A_USER[0] and len(left) == 5
-    assert "not confirmed" in told(left[0], wire.Refusal)[0].reason and not told(left[0], wire.Refusal)[0].final
+    assert "not confirmed" in messages(left[0], wire.Refusal)[0].reason and not messages(left[0], wire.Refusal)[0].final
     owner = obstinate(world, "1", 0, "n1")
     outage(world, owner)
-    assert told(owner, wire.Welcome), "others are taken in"
+    assert messages(owner, wire.Welcome), "others are taken in"
     monkeypatch.setattr(registration, "OF_A_USER", (OF_A_USER[0], 3))
     many = [obstinate(world, "1", element, "n1", nodes=9) for element in range(1, 6)]
     outage(world, *many)
-    assert sum(bool(told(agent, wire.Welcome)) for agent in many) == 2
+    assert sum(bool(messages(agent, wire.Welcome)) for agent in many) == 2
 
 
 def test_a_list_of_nodes_is_read_once_however_many_agents_wait(monkeypatch):
@@ -267,7 +263,7 @@ def test_a_list_of_nodes_is_read_once_however_many_agents_wait(monkeypatch):
     for agent in agents:
         register(world, agent)
     world.run(0.2, heartbeats=False)
-    assert all(told(agent, wire.Welcome) for agent in agents)
+    assert all(messages(agent, wire.Welcome) for agent in agents)
     assert len(calls) == 1
 
 
@@ -278,14 +274,14 @@ def test_who_has_many_agents_waiting_keeps_nobody_else_out(monkeypatch):
     mine = [obstinate(world, "9", element, "n4") for element in range(12)]
     for agent in mine:
         register(world, agent, BOB)
-    assert [len(told(agent, wire.Refusal)) for agent in mine] == [0] * 10 + [1] * 2
-    assert not told(mine[-1], wire.Refusal)[-1].final
+    assert [len(messages(agent, wire.Refusal)) for agent in mine] == [0] * 10 + [1] * 2
+    assert not messages(mine[-1], wire.Refusal)[-1].final
     ann = obstinate(world, "1", 0, "n1")
     register(world, ann)
-    assert not told(ann, wire.Refusal)
+    assert not messages(ann, wire.Refusal)
     world.slurm.refuse = ""
     world.run(0.3, heartbeats=False)
-    assert told(ann, wire.Welcome)
+    assert messages(ann, wire.Welcome)
 
 
 def test_those_that_wait_are_compared_once_a_listing(monkeypatch):
@@ -300,7 +296,7 @@ def test_those_that_wait_are_compared_once_a_listing(monkeypatch):
     world.run(CONFIRM_SECONDS - 1.0, heartbeats=False)
     assert len(looked) == 2
     world.run(2.0, heartbeats=False)
-    assert len(looked) == 4 and all(told(agent, wire.Welcome) for agent in agents)
+    assert len(looked) == 4 and all(messages(agent, wire.Welcome) for agent in agents)
 
 
 def test_refusals_without_number_leave_some_records():

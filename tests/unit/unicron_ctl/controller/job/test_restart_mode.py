@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.support.plain_agent import PlainAgent
-from tests.support.scenarios import plain, power_off, ready
+from tests.support.scenarios import allocation_row, plain, power_off, ready
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.agent.loop.agent import SIGTERM_SECONDS
 from unicron_ctl.agent.loop.plain_ranks import OWN_END_SECONDS, YOUNG_SECONDS, own_end_seconds
+from unicron_ctl.controller.api.answers import answer
 from unicron_ctl.controller.api.node_answers import visible_nodes
 from unicron_ctl.controller.job import injection, modes
 from unicron_ctl.controller.model.asker import EVERYBODY
@@ -323,18 +324,8 @@ def test_the_next_srun_of_a_batch_script_is_a_training_of_its_own(snapshot):
 
     def register(element: int, step: int, mode: str = "restart") -> PlainAgent:
         agent = PlainAgent(world, "1", element, f"n{element + 1}", mode=mode, nodes=2, name=f"{element} in {step}")
-        message = wire.Register(
-            job="1",
-            element=element,
-            agent=agent.agent,
-            node=agent.node,
-            address="127.0.0.1",
-            slots=agent.slots,
-            settings=agent.settings,
-            step=step * LAUNCHES,
-        )
         agent.obedient = False  # it would ask once more
-        world.to_core(agent, message)
+        world.to_core(agent, agent.registration(step=step * LAUNCHES))
         agent.obedient = True
         return agent
 
@@ -368,13 +359,7 @@ def test_the_next_step_keeps_its_nodes():
     world.agents.clear()
     for element in range(2):
         agent = PlainAgent(world, "1", element, f"n{element + 1}", nodes=2)
-        settings = {"settings": agent.settings, "slots": agent.slots, "step": 1}
-        world.to_core(
-            agent,
-            wire.Register(
-                job="1", element=element, agent=agent.agent, node=agent.node, address="127.0.0.1", **settings
-            ),
-        )
+        world.to_core(agent, agent.registration(step=1))
         agent.status()
     world.run(5)
     assert world.job().phase == "running" and len(world.job().members) == 2
@@ -407,17 +392,13 @@ def test_a_node_that_the_plan_takes_leaves_and_the_others_start_again():
     assert ("requeue_hold" in {call[0] for call in slurm.calls}) and not world.job().failures
 
 
-def test_status_names_the_mode(tmp_path, snapshot):
-    from unicron_ctl.controller.api.answers import answer
-    from unicron_ctl.shared.log.store import Store
-
+def test_status_names_the_mode(snapshot):
     world = World()
     start(world)
-    store = Store(tmp_path / "events.sqlite")
-    assert answer(world.core, store, "jobs", {}, EVERYBODY)[0].mode == "restart"
-    told = answer(world.core, store, "explain", {"job": "1"}, EVERYBODY)
+    assert answer(world.core, None, "jobs", {}, EVERYBODY)[0].mode == "restart"
+    told = answer(world.core, None, "explain", {"job": "1"}, EVERYBODY)
     assert told.mode == "restart" and told.mode_reason == world.agents[0].settings.mode_reason
-    listed = status_tables.jobs(answer(world.core, store, "jobs", {}, EVERYBODY))
+    listed = status_tables.jobs(answer(world.core, None, "jobs", {}, EVERYBODY))
     shown = [*listed.lines(), *str(status_tables.explanation(told)[0]).splitlines()]
     assert [line for line in shown if "restart mode" in line] == snapshot
 
@@ -453,8 +434,7 @@ def test_an_error_of_one_rank_ends_the_job_with_its_status_and_never_shrinks_its
     slurm = FakeSlurm(2 if shape == "full array" else 4)
     slurm.submit("1", 2)
     if shape == "allocation":
-        facts = {"reason": "", "admin_comment": "", "pin": None, "array": False}
-        slurm.queue = {("1", 0): {"state": "RUNNING", "node": "n[1-2]", "restarts": 0, **facts}}
+        slurm.queue = {("1", 0): allocation_row("n[1-2]")}
     world, agents = World(slurm), []
 
     def add(element: int, node: str, turn: int) -> PlainAgent:
