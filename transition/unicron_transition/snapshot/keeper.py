@@ -32,18 +32,11 @@ COPIES = "UNICRON_STATE_COPIES"
 FURTHEST = 1024  # iterations: after failures the next try comes after 1, 2, 4, ... and at most this many
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The folder for copies, None to make none, and the iterations from one copy to the next."""
-
-    folder: Path | None
-    every: int
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Read the environment. Raises ValueError for a value that is not a number."""
-        every = _number(environment, EVERY, "iterations, 1 or more; 0 keeps nothing in memory")
-        return cls(memory_folder(environment) if every else None, every)
+def copy_interval(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the iterations from one copy to the next, 0 to make none. Raises ValueError for a value that is not a
+    number."""
+    every = _number(environment, EVERY, "iterations, 1 or more; 0 keeps nothing in memory")
+    return every if memory_folder(environment) is not None else 0
 
 
 def wanted_copies(environment: Mapping[str, str] = os.environ) -> int:
