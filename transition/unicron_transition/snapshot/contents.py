@@ -142,7 +142,7 @@ class Copier:
                 self._places.append(into[begin : begin + length])
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors. Copies from a card are in the current stream, and might not be over on return."""
+        """Copy the tensors. Copies from a GPU are in the current stream, and might not be over on return."""
         for target, source, length in self._large:
             ctypes.memmove(target, source, length)
         for number in self._others:
