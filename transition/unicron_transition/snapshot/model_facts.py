@@ -86,7 +86,9 @@ class ModelFacts:
     def or_else(self, others: ModelFacts) -> ModelFacts:
         """Return these facts, with those of `others` in place of unknown ones."""
         unknown = vars(ModelFacts())
-        return replace(others, **{name: value for name, value in vars(self).items() if value != unknown[name]})
+        known = {name: value for name, value in vars(self).items() if value != unknown[name]}
+        arguments = {name: value for name, value in self.arguments.items() if value is not None}
+        return replace(others, **known | {"arguments": others.arguments | arguments})
 
 
 def other_heads(there: ModelFacts, mine: ModelFacts, here: str = "here") -> str:

@@ -48,13 +48,13 @@ def _adopt(index: Index, config: Path | None, say: Callable[[str], None]) -> Non
         say(line)
     if config is None:
         return
-    facts, args = safetensors.facts_of(config), megatron_arguments.of_config(config)
+    facts = safetensors.facts_of(config)
     here = "in the checkpoint"
-    wrong = [other_heads(facts, common.facts, here), *other_arithmetic(args, common.args, here)]
+    differences = other_arithmetic(facts.arguments, common.facts.arguments, here)
+    wrong = [other_heads(facts, common.facts, here), *differences]
     if difference := next(filter(None, wrong), ""):
         raise BadCheckpoint(f"{config} is of another model ({difference}): give this model's")
     common.facts = common.facts.or_else(facts)
-    common.args = args | {key: value for key, value in common.args.items() if value is not None}
 
 
 def import_(
@@ -63,7 +63,7 @@ def import_(
     """Write the checkpoint as one of Unicron's own to the folder of checkpoints `out`, and return its folder. table,
     config, say: as in `Options`. Raises BadCheckpoint, OSError."""
     _adopt(index, config, say)
-    if others := index.common.args.get(megatron_arguments.NO_COUNTERPART):
+    if others := index.common.facts.arguments.get(megatron_arguments.NO_COUNTERPART):
         say(f"config.json says {others}: no weight shows it, see that the model that is trained computes so")
     theirs = format_table.BY_NAME[index.format].has_their_names(index)
     if table or (theirs and names.choose("", index, to_theirs=False) is not None):

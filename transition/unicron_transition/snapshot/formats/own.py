@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,6 @@ def read(found: folders.WholeCheckpoint) -> Index:
         scales=first.scales,
         seed=first.seed,
         loss=first.loss,
-        args=first.facts.arguments,
         facts=first.facts,
     )
     index = Index(FORMAT, found.iteration, first.layout, {}, common)
@@ -160,7 +158,7 @@ def write(folder: Path, index: Index) -> Path:
     about, tensors = _about(index)
     mark = hashlib.blake2b(repr((index.layout, index.iteration, "import")).encode(), digest_size=4).hexdigest()
     key = Key(image_format.STATE, 0, index.iteration, mark=mark)
-    common, facts = index.common, replace(index.common.facts, arguments=index.common.args)
+    common = index.common
     head = Head(
         index.iteration,
         index.layout,
@@ -172,7 +170,7 @@ def write(folder: Path, index: Index) -> Path:
         step=common.step or 0.0,
         untrained="",
         about=about,
-        facts=facts,
+        facts=common.facts,
     ).pack()
     path = at / f"{stem(key)}{SUFFIX}"
     size = sum(-(-block.nbytes // ALIGN) * ALIGN for block in tensors)
