@@ -83,10 +83,7 @@ class Foreign:
             why = "it has none" if optimizer else "that is what the options say"
             inform(f"the optimizer begins anew, the parameters are from {self.folder}: {why}")
             return
-        common = index.common
-        counted = {} if common.step is None else {"step": common.step}
-        groups = [group | counted for group in common.groups or [{}]]
-        state.adopt_progress(groups, common.schedule, common.scales)
+        _restore_progress(state, index)
 
 
 def _say_rows(index: Index, mine: Mapping[str, Sequence[int]]) -> None:
@@ -116,6 +113,12 @@ def _check_tied(index: Index) -> None:
     one, other = (index.tensors.get(name) for name in VOCABULARY)
     if one is not None and other is not None and not _equal(one, other):
         raise parts.Missing("its output layer is not its embedding, as it is here")
+
+
+def _restore_progress(state: TrainingState, index: Index) -> None:
+    common = index.common
+    counted = {} if common.step is None else {"step": common.step}
+    state.adopt_progress([group | counted for group in common.groups or [{}]], common.schedule, common.scales)
 
 
 def _of_plain(index: Index, model: Sequence[Any]) -> Index:

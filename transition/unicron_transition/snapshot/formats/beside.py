@@ -139,9 +139,13 @@ def adopt(index: Index, at: Path) -> None:
     if names:
         index.common.left.append(f"states beside the weights ({', '.join(names)})")
     if optimizers and not index.common.unread:
-        alone = (folder / optimizers[0] / ".metadata").is_file()
-        why = "a checkpoint of torch DCP by itself, which nothing here joins to the weights" if alone else ""
-        index.common.unread = f"{optimizers[0]} is {why or 'of a library whose format nothing here reads'}"
+        index.common.unread = _why_unread(folder / optimizers[0])
+
+
+def _why_unread(optimizer: Path) -> str:
+    if (optimizer / ".metadata").is_file():
+        return f"{optimizer.name} is a checkpoint of torch DCP by itself, which nothing here joins to the weights"
+    return f"{optimizer.name} is of a library whose format nothing here reads"
 
 
 def doubt(index: Index, text: str) -> None:
