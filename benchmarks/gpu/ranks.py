@@ -129,8 +129,8 @@ def note_copies() -> None:
     timed(keeper.Keeper, "_copy", "keeper._copy")
     timed(keeper.Keeper, "wait_copied", "keeper.wait_copied")
     timed(keeper.Keeper, "wait_whole", "keeper.wait_whole")
-    timed(keeper._Card, "copy", "card.copy")
-    timed(keeper._Card, "_pin", "card.pin")
+    timed(keeper._GpuCopier, "copy", "card.copy")
+    timed(keeper._GpuCopier, "_pin", "card.pin")
     timed(image_format.Image, "mark_whole", "sums")
 
 

@@ -48,12 +48,17 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def kept(folder: Path, state: TrainingState, *iterations: int, slot: int = 0) -> Keeper:
-    keeper, gatherer = Keeper(folder, slot, 1), Gatherer(state)
-    for iteration in iterations:
-        keeper.copy(gatherer, iteration, 1, WRITER)
-        keeper.wait_copied()
+    keeper = Keeper(folder, slot, 1)
+    copy(keeper, Gatherer(state), *iterations)
     keeper.close()
     return keeper
+
+
+def copy(keeper: Keeper, gatherer: Gatherer, *iterations: int) -> None:
+    """Copy the state of each iteration, one after the other."""
+    for iteration in iterations:
+        keeper.copy(gatherer, iteration, 1, WRITER)
+        keeper.wait_whole()
 
 
 def iterations(folder: Path) -> list[int]:

@@ -117,24 +117,19 @@ class Copier:
 
     One thread copies tensors in the host's memory without holding Python's lock. Small ones are copied together, since
     each alone would make the training's thread wait for the lock.
-
-    Parameters
-    ----------
-    into
-        Bytes (uint8) in the host's memory, as many as all of them take.
-    moving
-        The numbers of tensors that are other ones each time.
     """
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], offsets: Sequence[int], into: torch.Tensor, moving: Sequence[int] = ()
     ):
-        self.tensors, self.into, self._offsets = tensors, into, offsets
+        self.tensors, self._offsets = tensors, offsets
+        self.into = into  # bytes (uint8) in the host's memory, as many as all of them take
         self._large: list[tuple[int, int, int]] = []  # to, from, bytes
         self._small: list[torch.Tensor] = []
         self._places: list[torch.Tensor] = []
         self._others: list[int] = []
-        others, ends = set(moving), [*offsets[1:], into.numel()]
+        others = set(moving)  # the numbers of tensors that are other ones each time
+        ends = [*offsets[1:], into.numel()]
         for number, tensor in enumerate(tensors):
             begin, length = offsets[number], tensor.numel() * tensor.element_size()
             into[begin + length : ends[number]].zero_()
@@ -147,7 +142,7 @@ class Copier:
                 self._places.append(into[begin : begin + length])
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors. Copies from a card are in the current stream, and might not be over on return."""
+        """Copy the tensors. Copies from a GPU are in the current stream, and might not be over on return."""
         for target, source, length in self._large:
             ctypes.memmove(target, source, length)
         for number in self._others:

@@ -187,7 +187,7 @@ class Cuts:
         thread that writes."""
         if self.unwanted:
             self.unwanted = False
-            with contextlib.suppress(Exception):  # also errors of a card's driver: the copies go on
+            with contextlib.suppress(Exception):  # also errors of a GPU's driver: the copies go on
                 for ring in self._rings.values():
                     ring.remove()
 

@@ -168,21 +168,14 @@ class Turn:
     A process writes its parts one after the other, so one new or growing file shows that it is at work on all of them.
     Only changes between two calls count, because a dead process's file does not change, and the file server's clock
     could differ.
-
-    Parameters
-    ----------
-    due
-        For each part, the oldest iteration of which a file will do.
-    exactly
-        A file of a later iteration will not do.
-    stall
-        The seconds for which a growing file can pause, by default `patience`.
     """
 
     def __init__(
         self, due: Mapping[Part, int], patience: float, now: float, exactly: bool = False, stall: float | None = None
     ):
-        self._due, self._exactly, self._stall = dict(due), exactly, patience if stall is None else stall
+        self._due = dict(due)  # part -> the oldest iteration of which a file will do
+        self._exactly = exactly  # a file of a later iteration will not do
+        self._stall = patience if stall is None else stall  # seconds for which a growing file can pause
         self._seen: dict[Path, tuple[int, int]] | None = None
         self._there: set[Part] = set()
         self.until = now + patience

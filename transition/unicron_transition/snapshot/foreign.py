@@ -53,7 +53,7 @@ class Foreign:
     @property
     def samples(self) -> int | None:
         """The number of samples it was trained with, if Megatron-LM wrote that."""
-        found = self.index.common.args.get("consumed_train_samples")
+        found = self.index.common.facts.arguments.get("consumed_train_samples")
         return found if isinstance(found, int) else None
 
     def load(self, state: TrainingState) -> None:
@@ -99,7 +99,7 @@ def _say_rows(index: Index, mine: Mapping[str, Sequence[int]]) -> None:
 
 def _say_unproven(folder: Path, index: Index, mine: Mapping[str, object]) -> None:
     """Warn of differences between the models that no weight shows. mine: Megatron-LM's arguments for the model here."""
-    args = index.common.args
+    args = index.common.facts.arguments
     for difference in other_arithmetic(args, mine):
         warn(f"{folder} is of another model: {difference}")
     if args.get("use_rope_scaling") and not mine.get("use_rope_scaling"):

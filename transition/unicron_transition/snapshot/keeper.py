@@ -32,18 +32,11 @@ COPIES = "UNICRON_STATE_COPIES"
 FURTHEST = 1024  # iterations: after failures the next try comes after 1, 2, 4, ... and at most this many
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The folder for copies, None to make none, and the iterations from one copy to the next."""
-
-    folder: Path | None
-    every: int
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Read the environment. Raises ValueError for a value that is not a number."""
-        every = _number(environment, EVERY, "iterations, 1 or more; 0 keeps nothing in memory")
-        return cls(memory_folder(environment) if every else None, every)
+def copy_interval(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the iterations from one copy to the next, 0 to make none. Raises ValueError for a value that is not a
+    number."""
+    every = _number(environment, EVERY, "iterations, 1 or more; 0 keeps nothing in memory")
+    return every if memory_folder(environment) is not None else 0
 
 
 def wanted_copies(environment: Mapping[str, str] = os.environ) -> int:
@@ -68,7 +61,7 @@ class _Copy:
     contents: contents.Contents
     tensors: list[torch.Tensor]
     ready: Any
-    """The event on a card after which the tensors are ready"""
+    """The event on the GPU after which the tensors are ready"""
     aside: Path | None
     """Its second name, if the agent makes a file of it"""
 
@@ -81,9 +74,9 @@ class Keeper:
         self._say = tell
         self.trouble = ""  # why the last copy failed
         self.needed = -1  # the iteration with which the generation began: not overwritten before another one is whole
-        self._card = _Card()
-        self._ring = ImageRing(ring_paths(folder, STATE, slot), self._card.unpin)
-        self.cuts = Cuts(folder, slot, tell, self._card.unpin)
+        self._gpu = _GpuCopier()
+        self._ring = ImageRing(ring_paths(folder, STATE, slot), self._gpu.unpin)
+        self.cuts = Cuts(folder, slot, tell, self._gpu.unpin)
         self.aside = Aside()
         self._failures = self._pause = 0
         self._worker = Worker("unicron-memory")
@@ -205,7 +198,7 @@ class Keeper:
         if task.ready is None:
             copier.copy(task.tensors)
         else:
-            self._card.copy(copier, task.tensors, task.ready, image.path)
+            self._gpu.copy(copier, task.tensors, task.ready, image.path)
         self._copied.set()
         ring.finish(image, task.key, task.head, found.size)
         if task.aside is not None:
@@ -216,12 +209,12 @@ class Keeper:
         self.trouble, self._failures = "", 0
 
 
-class _Card:
-    """Copies from a card on a stream of its own, beside the training's computation."""
+class _GpuCopier:
+    """Copies from a GPU on a stream of its own, beside the training's computation."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
-        self._pins = True  # the driver lets the card write to files of shared memory
+        self._pins = True  # the driver lets the GPU write to files of shared memory
         self._pinned: dict[Path, int] = {}  # file -> address
 
     def copy(self, copier: contents.Copier, tensors: list[torch.Tensor], ready: Any, path: Path) -> None:
@@ -235,7 +228,7 @@ class _Card:
             stream.synchronize()
 
     def _pin(self, path: Path, data: torch.Tensor) -> None:
-        """Let the card write to the file directly. If that is refused, copies go through pageable memory, slower."""
+        """Let the GPU write to the file directly. If that is refused, copies go through pageable memory, slower."""
         if self._pins and path not in self._pinned:
             refused = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.numel(), 0)
             self._pins = not int(refused)
@@ -249,7 +242,7 @@ class _Card:
 
 
 def _event(tensors: list[torch.Tensor]) -> Any:
-    """Record an event after all present work on the tensors' card; None if they are in the host's memory."""
+    """Record an event after all present work on the tensors' GPU; None if they are in the host's memory."""
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     if device is None:
         return None

@@ -11,16 +11,14 @@ from unicron_transition.snapshot.reading import PlainValues, number_in, values_i
 
 # The arguments that Megatron-LM's `--load` compares and `--use-checkpoint-args` takes. Megatron's configuration has
 # these under the same names.
-OF_CONFIG = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
-    *("normalization", "layernorm_epsilon"),
-    *("add_bias_linear", "add_qkv_bias", "rotary_interleaved", "apply_query_key_layer_scaling", "qk_layernorm"),
-    *("attention_dropout", "hidden_dropout", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk"),
-    *("moe_router_pre_softmax", "moe_grouped_gemm", "moe_shared_expert_intermediate_size", "moe_latent_size"),
-    *("moe_token_dispatcher_type", "moe_router_score_function", "moe_router_enable_expert_bias"),
-    *("moe_router_topk_scaling_factor", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
-    "is_hybrid_model",
-)
+OF_CONFIG = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels normalization layernorm_epsilon
+    add_bias_linear add_qkv_bias rotary_interleaved apply_query_key_layer_scaling qk_layernorm
+    attention_dropout hidden_dropout moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax
+    moe_grouped_gemm moe_shared_expert_intermediate_size moe_latent_size moe_token_dispatcher_type
+    moe_router_score_function moe_router_enable_expert_bias moe_router_topk_scaling_factor
+    mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads is_hybrid_model
+""".split()
 # Argument -> the name in the configuration, or of an attribute of the model.
 OTHER_NAMES = {"num_experts": "num_moe_experts", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
 OF_MODEL = {
@@ -30,24 +28,23 @@ OF_MODEL = {
     "rotary_percent": "rotary_percent",
     "padded_vocab_size": "vocab_size",
 }
-OTHERS = (
-    *("num_query_groups", "group_query_attention", "swiglu", "squared_relu", "untie_embeddings_and_output_weights"),
-    *("seq_length", "add_position_embedding", "use_rotary_position_embeddings", "make_vocab_size_divisible_by"),
-    *("tokenizer_type", "tokenizer_model", "tiktoken_pattern", "spec", "hybrid_override_pattern"),
-    *("hybrid_attention_ratio", "hybrid_mlp_ratio", "heterogeneous_layers_config_path"),
-    "heterogeneous_layers_config_encoded_json",
-)
+OTHERS = """
+    num_query_groups group_query_attention swiglu squared_relu untie_embeddings_and_output_weights seq_length
+    add_position_embedding use_rotary_position_embeddings make_vocab_size_divisible_by tokenizer_type tokenizer_model
+    tiktoken_pattern spec hybrid_override_pattern hybrid_attention_ratio hybrid_mlp_ratio
+    heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
+""".split()
 
 # The cut of attention's heads, which no shape of a weight shows: fact -> Megatron-LM's argument.
 HEADS = {"heads": "num_attention_heads", "groups": "num_query_groups", "channels": "kv_channels"}
 # Arguments that change the arithmetic without changing any weight.
-UNPROVEN = (
-    *("swiglu", "squared_relu", "activation", "layernorm_epsilon", "apply_layernorm_1p"),
-    *("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved"),
-)
-UNPROVEN_OF_EXPERTS = (
-    *("moe_router_topk", "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor"),
-)
+UNPROVEN = """
+    swiglu squared_relu activation layernorm_epsilon apply_layernorm_1p
+    position_embedding_type rotary_base rotary_percent rotary_interleaved
+""".split()
+UNPROVEN_OF_EXPERTS = """
+    moe_router_topk moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor
+""".split()
 ALMOST = 1e-5  # relative difference of a number that was once rounded to 32 bits
 # Activations, by their names in torch, Megatron and Hugging Face's config.json. All approximations of gelu are equal.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu": "relu", "relu2": "squared_relu", "squared_relu": "squared_relu"}
@@ -89,7 +86,9 @@ class ModelFacts:
     def or_else(self, others: ModelFacts) -> ModelFacts:
         """Return these facts, with those of `others` in place of unknown ones."""
         unknown = vars(ModelFacts())
-        return replace(others, **{name: value for name, value in vars(self).items() if value != unknown[name]})
+        known = {name: value for name, value in vars(self).items() if value != unknown[name]}
+        arguments = {name: value for name, value in self.arguments.items() if value is not None}
+        return replace(others, **known | {"arguments": others.arguments | arguments})
 
 
 def other_heads(there: ModelFacts, mine: ModelFacts, here: str = "here") -> str:

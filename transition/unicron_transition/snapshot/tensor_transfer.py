@@ -168,10 +168,10 @@ def _spoil(wire: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------ the checksum
 def checksum(*tensors: torch.Tensor) -> torch.Tensor:
     """Return a digest of the raw bytes of tensors in this order, to compare with other ranks. Shape (2,), int64, on the
-    CPU. Tensors on a card are summed there: copying them to the host would take longer than sending them."""
+    CPU. Tensors on a GPU are summed there: copying them to the host would take longer than sending them."""
     total = torch.zeros(2, dtype=torch.int64)
     for number, raw in enumerate(map(raw_bytes, tensors)):
-        total += (2 * number + 1) * (_digest(raw) if raw.is_cpu else sum_on_card(raw))
+        total += (2 * number + 1) * (_digest(raw) if raw.is_cpu else sum_on_gpu(raw))
     return total
 
 
@@ -179,7 +179,7 @@ def _digest(raw: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(digest(raw.numpy().data)), dtype=torch.int64)
 
 
-def sum_on_card(raw: torch.Tensor) -> torch.Tensor:
+def sum_on_gpu(raw: torch.Tensor) -> torch.Tensor:
     """Return two sums over bytes as 64-bit words, modulo 2^64, the second with odd weights by position to detect
     permutations. The upper half of each word is first mixed into the lower one, since two flips of the top bit would
     cancel. Any single wrong word is detected. Shape (2,), int64, on the CPU."""

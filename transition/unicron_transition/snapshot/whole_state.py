@@ -13,7 +13,8 @@ from unicron_transition.snapshot import contents, image_format
 from unicron_transition.snapshot.checkpoint import Checkpoints, Writer, load_image
 from unicron_transition.snapshot.cuts import BUFFERS
 from unicron_transition.snapshot.folders import WholeCheckpoint
-from unicron_transition.snapshot.keeper import Keeper, Settings, wanted_copies
+from unicron_transition.snapshot.image_format import memory_folder
+from unicron_transition.snapshot.keeper import Keeper, copy_interval, wanted_copies
 from unicron_transition.snapshot.local_state import LocalState
 from unicron_transition.snapshot.migrate import TrainingState
 
@@ -145,12 +146,12 @@ class WholeState(LocalState):
 
     # ------------------------------------------------------------ before a generation
     def find_start(self, checkpoints: Checkpoints | None, start: int, writer: Callable[[], Writer]) -> int:
-        settings = Settings.from_environment()
-        self._folder, self._checkpoints = settings.folder, checkpoints
+        every = copy_interval()
+        self._folder, self._checkpoints = memory_folder() if every else None, checkpoints
         self.note_destination()
         self._beginnings = Beginnings(self._folder, checkpoints, start, writer())
         if self._folder is not None:
-            self._keeper = keeper = Keeper(self._folder, self._slot, settings.every)
+            self._keeper = keeper = Keeper(self._folder, self._slot, every)
             self._cuts, self._filing = keeper.cuts, keeper.aside
         return self._beginnings.newest
 

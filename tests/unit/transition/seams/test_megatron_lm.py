@@ -290,7 +290,7 @@ def test_other_data_than_those_that_follow_are_never_taken_silently(tmp_path, ca
     state = TrainingState([model], torch.optim.AdamW(model.parameters()), None)
     Checkpoints(tmp_path / "saves").save_last(state, 7)
     index = opening.index_of(tmp_path / "saves")
-    index.common.args["consumed_train_samples"] = samples
+    index.common.facts.arguments["consumed_train_samples"] = samples
     (at := tmp_path / "theirs" / "iter_0000007").mkdir(parents=True)
     write_dcp.write_torch_dist(at, index)
     (tmp_path / "theirs" / TRACKER).write_text("7")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,20 +13,13 @@ from unicron_transition.snapshot.image_format import UNTRAINED_KIND, inventory, 
 from unicron_transition.snapshot.migrate import TrainingState
 
 
-class Chunk:
-    """As Megatron's DDP has its module."""
-
-    def __init__(self, module: torch.nn.Module):
-        self.module = module
-
-
 def state(frozen: bool = True) -> TrainingState:
     torch.manual_seed(1)
     module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1, bias=False))
     module[1].weight.requires_grad_(not frozen)
     if frozen:
         module.register_buffer("seen", torch.arange(7) % 2 == 1)
-    return TrainingState([Chunk(module)], torch.optim.Adam(module.parameters()), None)
+    return TrainingState([SimpleNamespace(module=module)], torch.optim.Adam(module.parameters()), None)
 
 
 @pytest.fixture

@@ -190,17 +190,6 @@ def test_a_pickle_or_its_index_is_read_by_name_and_a_part_of_a_model_is_not(tmp_
         opening.index_of(tmp_path / "pytorch_model-00001-of-00003.bin")
 
 
-def test_a_tensor_that_only_an_index_of_pickles_names_is_said(tmp_path):
-    pickles(tmp_path, 1.0)
-    at = tmp_path / "pytorch_model.bin.index.json"
-    told = json.loads(at.read_text())
-    told["weight_map"]["mtp.weight"] = told["weight_map"]["head.weight"]
-    at.write_text(json.dumps(told))
-    for each in (tmp_path, at):
-        said = f"{at} names tensors that are in none of its files: mtp.weight"
-        assert opening.index_of(each).common.losses() == [said]
-
-
 def test_a_folder_of_pickles_is_found_below_and_says_what_its_config_says(tmp_path):
     (tmp_path / "checkpoint-5").mkdir()
     pickles(tmp_path / "checkpoint-5", 1.0)
@@ -210,20 +199,25 @@ def test_a_folder_of_pickles_is_found_below_and_says_what_its_config_says(tmp_pa
     assert (facts.heads, facts.vocabulary) == (4, 9)
 
 
-@pytest.mark.parametrize("variant", ["", ".fp16"])
-def test_a_tensor_that_an_index_names_and_no_file_has_is_said(tmp_path, variant):
+@pytest.mark.parametrize(
+    ("index", "by_folder"),
+    [(f"{MODEL}.index.json", True), (f"{MODEL}.index.fp16.json", False)]
+    + [(f"{PICKLE}.index.json", by_folder) for by_folder in (True, False)],
+)
+def test_a_tensor_that_an_index_names_and_no_file_has_is_said(tmp_path, index, by_folder):
     """Defect: it was lost without a word, and `verify` found nothing. transformers loads the others, and says so."""
-    shards(tmp_path, 1.0, variant)
-    at = tmp_path / f"model.safetensors.index{variant}.json"
-    assert opening.index_of(at if variant else tmp_path).common.losses() == []
+    pickles(tmp_path, 1.0) if PICKLE in index else shards(tmp_path, 1.0, ".fp16" if "fp16" in index else "")
+    at = tmp_path / index
+    place = tmp_path if by_folder else at
+    assert opening.index_of(place).common.losses() == []
     told = json.loads(at.read_text())
     told["weight_map"]["mtp.weight"] = told["weight_map"]["head.weight"]
     at.write_text(json.dumps(told))
-    found = opening.index_of(at if variant else tmp_path)
+    found = opening.index_of(place)
     assert sorted(found.tensors) == sorted(NAMES)
     said = f"{at} names tensors that are in none of its files: mtp.weight"
     assert found.common.losses() == [said]
-    read, wrong = opening.verify(at if variant else tmp_path)
+    read, wrong = opening.verify(place)
     assert read is not None and read.common.doubt == said and not wrong
 
 

@@ -14,6 +14,7 @@ from tests.support.flips import flip
 from tests.support.kept import (
     WRITER,
     beginnings,
+    copy,
     everything,
     iterations,
     kept,
@@ -30,7 +31,7 @@ from unicron_transition.snapshot.checkpoint import Checkpoints
 from unicron_transition.snapshot.contents import Gatherer
 from unicron_transition.snapshot.cuts import ImageRing
 from unicron_transition.snapshot.image_format import BadImage, inventory, read_page
-from unicron_transition.snapshot.keeper import Keeper, Settings
+from unicron_transition.snapshot.keeper import Keeper, copy_interval
 from unicron_transition.snapshot.whole_state import WholeState
 
 
@@ -70,12 +71,10 @@ def test_what_is_gathered_again_is_the_present_state(tmp_path):
     """Though its tensors are other ones by now, or a step count is a number that is in no tensor."""
     state, other = training(), training(seed=3)
     keeper, gatherer = Keeper(tmp_path, 0, 1), Gatherer(state)
-    keeper.copy(gatherer, 1, 1, WRITER)
-    keeper.wait_copied()
+    copy(keeper, gatherer, 1)
     for held in state.optimizer.state.values():
         held["exp_avg"], held["told"] = held["exp_avg"] + 1.0, 5
-    keeper.copy(gatherer, 2, 1, WRITER)
-    keeper.wait_copied()
+    copy(keeper, gatherer, 2)
     for held in state.optimizer.state.values():
         held["told"] = 6
     keeper.copy(gatherer, 3, 1, WRITER)
@@ -112,23 +111,20 @@ def test_where_no_thread_is_to_be_had_the_training_goes_on_without_copies(tmp_pa
     keeper, gatherer = Keeper(tmp_path, 0, 1), Gatherer(training())
     with monkeypatch.context() as none:
         none.setattr(threading.Thread, "start", refuse)
-        keeper.copy(gatherer, 1, 1, WRITER)
+        copy(keeper, gatherer, 1)
         keeper.wait_copied()
-        keeper.wait_whole()
         keeper.cuts.on_order(Cut(-1, none=True))
         keeper.remove_unwanted_cuts()
         keeper.hand_over(1, 1)
     assert "can't start new thread" in keeper.trouble and "the training goes on" in capsys.readouterr().err
-    for iteration in (2, 3):
-        keeper.copy(gatherer, iteration, 1, WRITER)
+    copy(keeper, gatherer, 2, 3)
     keeper.close()
     assert iterations(tmp_path) == [3] and not keeper.trouble
 
 
 def test_a_copy_that_is_not_due_is_not_made(tmp_path):
     keeper, gatherer = Keeper(tmp_path, 0, 4), Gatherer(training())
-    for iteration in range(1, 10):
-        keeper.copy(gatherer, iteration, 1, WRITER)
+    copy(keeper, gatherer, *range(1, 10))
     keeper.close()
     assert iterations(tmp_path) == [4, 8]
 
@@ -151,11 +147,11 @@ def test_who_no_longer_keeps_the_state_drops_its_files_once_the_other_has_as_muc
 
 
 def test_settings_are_read_and_what_is_no_number_is_one_line():
-    assert Settings.from_environment({"UNICRON_MEMORY": "/dev/shm/x"}) == Settings(Path("/dev/shm/x"), 1)
-    assert Settings.from_environment({"UNICRON_MEMORY": "/dev/shm/x", "UNICRON_MEMORY_EVERY": "0"}).folder is None
-    assert Settings.from_environment({}).folder is None
+    memory = {"UNICRON_MEMORY": "/dev/shm/x"}
+    assert [copy_interval(memory | {"UNICRON_MEMORY_EVERY": every}) for every in ("", "0", "7")] == [1, 0, 7]
+    assert copy_interval({}) == 0
     with pytest.raises(ValueError, match="UNICRON_MEMORY_EVERY='often': write a number"):
-        Settings.from_environment({"UNICRON_MEMORY_EVERY": "often"})
+        copy_interval({"UNICRON_MEMORY_EVERY": "often"})
 
 
 # ------------------------------------------------------------ what goes wrong
@@ -170,12 +166,10 @@ def test_a_full_memory_is_said_once_and_tried_again_at_a_growing_distance(tmp_pa
     with monkeypatch.context() as broken:
         broken.setattr(image_format.os, "posix_fallocate", full)
         for now in range(1, 20):
-            keeper.copy(gatherer, now, 1, WRITER)
-            keeper.wait_whole()
+            copy(keeper, gatherer, now)
     assert tries == [1, 3, 6, 11] and len(said) == 1 and "No space left" in said[0]
     assert "No space left" in keeper.trouble and iterations(tmp_path) == []
-    for now in range(20, 40):
-        keeper.copy(gatherer, now, 1, WRITER)
+    copy(keeper, gatherer, *range(20, 40))
     keeper.close()
     assert iterations(tmp_path) == [38, 39] and keeper.trouble == "" and "again" in said[1]
 
@@ -184,18 +178,14 @@ def test_a_folder_that_vanishes_ends_nothing(tmp_path):
     said, folder = [], tmp_path / "memory"
     folder.mkdir()
     keeper, gatherer = Keeper(folder, 0, 1, said.append), Gatherer(training())
-    keeper.copy(gatherer, 1, 1, WRITER)
-    keeper.wait_whole()
+    copy(keeper, gatherer, 1)
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
-    for iteration in range(2, 5):
-        keeper.copy(gatherer, iteration, 1, WRITER)
-        keeper.wait_whole()
+    copy(keeper, gatherer, *range(2, 5))
     assert len(said) == 1
     folder.mkdir()
-    for iteration in range(5, 9):
-        keeper.copy(gatherer, iteration, 1, WRITER)
+    copy(keeper, gatherer, *range(5, 9))
     keeper.close()
     assert iterations(folder)[-1] == 8
 
@@ -269,12 +259,10 @@ def test_where_there_is_no_room_beside_what_is_set_aside_the_copies_wait_for_the
     for iteration in (1, 2):
         keeper.copy(gatherer, iteration, 1, WRITER, aside=iteration == 2)
     keeper.wait_whole()
-    keeper.copy(gatherer, 3, 1, WRITER)
-    keeper.wait_whole()
+    copy(keeper, gatherer, 3)
     with monkeypatch.context() as broken:
         broken.setattr(image_format.os, "posix_fallocate", no_room)
-        keeper.copy(gatherer, 4, 1, WRITER)
-        keeper.wait_whole()
+        copy(keeper, gatherer, 4)
     assert iterations(tmp_path) == [2, 3] and not keeper.trouble
     checkpoint_file.asides(tmp_path)[0].path.unlink()
     keeper.copy(gatherer, 5, 1, WRITER)
@@ -287,9 +275,7 @@ def test_cuts_go_when_none_are_wanted_any_more_and_what_takes_turns_stays(tmp_pa
     state = training()
     keeper, gatherer = Keeper(tmp_path, 0, 1), Gatherer(state)
     keeper.cuts.on_order(Cut(1))
-    for iteration in (1, 2, 3):
-        keeper.copy(gatherer, iteration, 1, WRITER)
-        keeper.wait_copied()
+    copy(keeper, gatherer, 1, 2, 3)
     assert [path.name for path in sorted(tmp_path.glob("cut-*"))] == ["cut-state-0-0.image"]
     keeper.cuts.on_order(Cut(-1, none=True))
     keeper.remove_unwanted_cuts()
@@ -336,8 +322,7 @@ def test_where_there_is_no_room_for_a_cut_what_takes_turns_goes_on_and_it_is_sai
     assert len(said) == 1 and "no copies" in said[0]
     full = False
     keeper.cuts.on_order(Cut(11))
-    for iteration in (10, 11):
-        keeper.copy(gatherer, iteration, 1, WRITER)
+    copy(keeper, gatherer, 10, 11)
     keeper.close()
     (cut,) = tmp_path.glob("cut-*")
     assert read_page(cut).key.iteration == 11 and len(said) == 1

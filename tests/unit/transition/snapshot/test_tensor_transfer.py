@@ -19,12 +19,12 @@ def test_messages_are_full_and_in_order(monkeypatch):
 
 
 # ------------------------------------------------------------ checksums
-def on_card(tensor: torch.Tensor) -> torch.Tensor:
-    """What is summed on a card, here on the CPU."""
-    return tensor_transfer.sum_on_card(tensor.contiguous().reshape(-1).view(torch.uint8))
+def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a GPU, here on the CPU."""
+    return tensor_transfer.sum_on_gpu(tensor.contiguous().reshape(-1).view(torch.uint8))
 
 
-both = pytest.mark.parametrize("checksum", [tensor_transfer.checksum, on_card])
+both = pytest.mark.parametrize("checksum", [tensor_transfer.checksum, on_gpu])
 
 
 @both

@@ -31,29 +31,30 @@ def export(
 ) -> None:
     """Write the checkpoint to `out`, which must not exist yet. form: one of `format_table.EXPORTS`. table, config,
     dtype, say: as in `Options`. Raises BadCheckpoint, OSError, and leaves nothing behind then."""
-    _adopt(index, config)
     to = format_table.BY_NAME[form]
     write = to.write
     if write is None or (dtype and (dtype not in FLOATS or not to.weights_only)):
         raise BadCheckpoint(f"--dtype is one of {', '.join(FLOATS)}, and for safetensors")
-    for line in index.common.losses():
-        say(line)
+    _adopt(index, config, say)
     options = Options(table, config, dtype, say)
     _whole(out, lambda folder: write(folder, index, options))
 
 
-def _adopt(index: Index, config: Path | None) -> None:
-    """Add the facts of a config.json that the checkpoint lacks. Raises BadCheckpoint if the two differ."""
+def _adopt(index: Index, config: Path | None, say: Callable[[str], None]) -> None:
+    """Report what the index lacks, and add the facts of a config.json that the checkpoint does not have. Raises
+    BadCheckpoint if the two differ."""
+    common = index.common
+    for line in common.losses():
+        say(line)
     if config is None:
         return
-    common = index.common
-    facts, args = safetensors.facts_of(config), megatron_arguments.of_config(config)
+    facts = safetensors.facts_of(config)
     here = "in the checkpoint"
-    wrong = [other_heads(facts, common.facts, here), *other_arithmetic(args, common.args, here)]
+    differences = other_arithmetic(facts.arguments, common.facts.arguments, here)
+    wrong = [other_heads(facts, common.facts, here), *differences]
     if difference := next(filter(None, wrong), ""):
         raise BadCheckpoint(f"{config} is of another model ({difference}): give this model's")
     common.facts = common.facts.or_else(facts)
-    common.args = args | {key: value for key, value in common.args.items() if value is not None}
 
 
 def import_(
@@ -61,10 +62,8 @@ def import_(
 ) -> Path:
     """Write the checkpoint as one of Unicron's own to the folder of checkpoints `out`, and return its folder. table,
     config, say: as in `Options`. Raises BadCheckpoint, OSError."""
-    _adopt(index, config)
-    for line in index.common.losses():
-        say(line)
-    if others := index.common.args.get(megatron_arguments.NO_COUNTERPART):
+    _adopt(index, config, say)
+    if others := index.common.facts.arguments.get(megatron_arguments.NO_COUNTERPART):
         say(f"config.json says {others}: no weight shows it, see that the model that is trained computes so")
     theirs = format_table.BY_NAME[index.format].has_their_names(index)
     if table or (theirs and names.choose("", index, to_theirs=False) is not None):

@@ -56,7 +56,7 @@ PROGRESS = "train_state"  # the name under which torchtitan does so, with other 
 GROUPS = re.compile(r"(?:(.*?)\.)?param_groups\.(?:(.*)\.)?")  # an optimizer's root, then a parameter or number
 SCHEDULES = ("lr_scheduler", "scheduler")  # names under which scripts save their learning-rate schedule
 OWN_KEY = "unicron"  # the object with the part of Unicron's own checkpoint for which the format has no place
-SAVED_FIELDS = ("groups", "step", "schedule", "scales", "seed", "loss", "facts", "args")  # the fields of `Common` in it
+SAVED_FIELDS = ("groups", "step", "schedule", "scales", "seed", "loss", "facts")  # the fields of `Common` in it
 
 
 class FilePart(NamedTuple):
@@ -366,8 +366,8 @@ def adopt_saved(index: Index, saved: Mapping[str, Any]) -> None:
     common.step, common.schedule = saved.get("step"), saved.get("schedule")
     common.scales = [dict(each) for each in saved.get("scales") or []]
     common.seed, common.loss = int(saved.get("seed", 0)), saved.get("loss")
-    common.facts = ModelFacts.of(saved.get("facts") or {})
-    common.args = common.args or dict(saved.get("args") or {})
+    facts = ModelFacts.of(saved.get("facts") or {})
+    common.facts = replace(facts, arguments=common.facts.arguments or facts.arguments)
     index.others = {name: dict(each) for name, each in (saved.get("others") or {}).items()}
 
 
@@ -398,12 +398,12 @@ def _add_megatrons(index: Index, folder: Path, objects: Objects) -> None:
     index.iteration = int(state.get("iteration") or state.get("global_step") or 0)  # the latter is NeMo's
     if index.iteration < 0:
         raise BadCheckpoint(f"{folder}: {index.iteration} is no iteration")
-    index.layout = layout_of(index.common.args)
+    index.layout = layout_of(index.common.facts.arguments)
     if isinstance(state.get(OWN_KEY), dict):
         adopt_saved(index, state[OWN_KEY])
     if by_buckets:
         try:
-            buckets.unpack(index, by_buckets, number_in(index.common.args, "tensor_model_parallel_size"))
+            buckets.unpack(index, by_buckets, number_in(index.common.facts.arguments, "tensor_model_parallel_size"))
         except BadCheckpoint as error:
             index.without_optimizer(str(error))
 
@@ -436,7 +436,6 @@ def common_of(state: PlainValues) -> Common:
         schedule=next((each for each in schedules if isinstance(each, dict) and each), None),
         scales=[scale] if isinstance(scale, dict) else [],
         facts=facts_of(args),
-        args=args,
     )
 
 
@@ -444,8 +443,9 @@ def facts_of(args: PlainValues) -> ModelFacts:
     """Return the facts about the model that Megatron-LM's arguments give."""
     heads = args.get("num_attention_heads")
     if not isinstance(heads, int):
-        return ModelFacts()
+        return ModelFacts(arguments=args)
     return ModelFacts(
+        arguments=args,
         heads=heads,
         groups=(number_in(args, "num_query_groups") if args.get("group_query_attention") else 0) or heads,
         channels=number_in(args, "kv_channels"),

@@ -38,20 +38,12 @@ def form_of(given: str) -> str:
 
 
 class Exports:
-    """The exports of one rank.
-
-    Parameters
-    ----------
-    folder
-        The job's checkpoints.
-    form
-        One of `format_table.EXPORTS`.
-    table
-        The names of `Checkpoints.begin_names`, under which a format that holds weights only is written.
-    """
+    """The exports of one rank."""
 
     def __init__(self, folder: Path, form: str, table: str = ""):
-        self._folder, self._form = folder.absolute(), form
+        self._folder = folder.absolute()  # of the job's checkpoints
+        self._form = form  # one of `format_table.EXPORTS`
+        # The names of `Checkpoints.begin_names`, under which a format that holds weights only is written.
         self._table = table if form and format_table.BY_NAME[form].weights_only else ""
         self._here = os.getcwd()  # the table's path is relative to it, and the script might leave it
         self._process: subprocess.Popen[bytes] | None = None

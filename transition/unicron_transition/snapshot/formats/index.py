@@ -386,8 +386,6 @@ class Common:
     seed: int = 0
     loss: float | None = None
     facts: ModelFacts = field(default_factory=ModelFacts)
-    args: PlainValues = field(default_factory=dict)
-    """Megatron-LM's arguments"""
     unread: str = ""
     """Why the optimizer's state could not be read; "" if it was, or there is none"""
     left: list[str] = field(default_factory=list)

@@ -36,7 +36,7 @@ def arguments(index: Index) -> PlainValues:
     if facts.channels:
         found["kv_channels"] = facts.channels
     found |= _of_tensors(index)
-    found |= {name: value for name, value in common.args.items() if value is not None and name not in OURS}
+    found |= {name: value for name, value in facts.arguments.items() if value is not None and name not in OURS}
     # Without these, Megatron-LM would look for random states, and for an optimizer's state that is not there.
     return found | {"no_save_rng": True, "no_save_optim": not index.has_optimizer(), "world_size": 0}
 
@@ -56,7 +56,7 @@ def unknown(index: Index) -> Iterator[str]:
             "config.json scales the rotary embedding, which Megatron-LM takes from its options alone: give "
             "--use-rope-scaling if the scale is Llama 3's"
         )
-    if others := index.common.args.get(NO_COUNTERPART):
+    if others := index.common.facts.arguments.get(NO_COUNTERPART):
         yield f"config.json says {others}: Megatron-LM's model computes so only if its options say it"
     if left := [name for name in WITH_VOCABULARY if name not in known]:
         yield f"{', '.join(left)}: not known; Megatron-LM compares them if --vocab-file is given: give --finetune then"

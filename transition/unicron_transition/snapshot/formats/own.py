@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import msgpack
 import numpy as np
 
 from unicron_transition.snapshot import folders, image_format
-from unicron_transition.snapshot.checkpoint_file import Head, Write, folder_name, head_of_file, stem, writing
+from unicron_transition.snapshot.checkpoint_file import Head, folder_name, head_of_file, stem, writing
 from unicron_transition.snapshot.formats.index import (
     MAINS,
     PARAMETER,
@@ -58,7 +57,6 @@ def read(found: folders.WholeCheckpoint) -> Index:
         scales=first.scales,
         seed=first.seed,
         loss=first.loss,
-        args=first.facts.arguments,
         facts=first.facts,
     )
     index = Index(FORMAT, found.iteration, first.layout, {}, common)
@@ -160,10 +158,19 @@ def write(folder: Path, index: Index) -> Path:
     about, tensors = _about(index)
     mark = hashlib.blake2b(repr((index.layout, index.iteration, "import")).encode(), digest_size=4).hexdigest()
     key = Key(image_format.STATE, 0, index.iteration, mark=mark)
-    common, facts = index.common, replace(index.common.facts, arguments=index.common.args)
+    common = index.common
     head = Head(
-        *(index.iteration, index.layout, common.groups, common.schedule, common.scales, common.seed, common.loss),
-        *(common.step or 0.0, "", about, facts),
+        index.iteration,
+        index.layout,
+        common.groups,
+        common.schedule,
+        common.scales,
+        common.seed,
+        common.loss,
+        step=common.step or 0.0,
+        untrained="",
+        about=about,
+        facts=common.facts,
     ).pack()
     path = at / f"{stem(key)}{SUFFIX}"
     size = sum(-(-block.nbytes // ALIGN) * ALIGN for block in tensors)
@@ -171,7 +178,10 @@ def write(folder: Path, index: Index) -> Path:
     try:
         with writing(path, key, head, size, mark) as write_data:
             for block in tensors:
-                _write(write_data, block)
+                for part in pieces_of((block.offset, block.extent)):
+                    array = np.ascontiguousarray(block.tensor.read(*part))
+                    write_data(memoryview(array.data).cast("B") if array.size else b"")
+                write_data(bytes(-block.nbytes % ALIGN))
     except BaseException:
         with contextlib.suppress(OSError):
             at.rmdir()
@@ -182,17 +192,10 @@ def write(folder: Path, index: Index) -> Path:
 class _Piece:
     """A block of a tensor to be written."""
 
-    def __init__(self, tensor: Tensor, offset: tuple[int, ...], extent: tuple[int, ...]):
+    def __init__(self, tensor: Tensor, offset: Place, extent: Place):
         self.tensor, self.offset, self.extent = tensor, offset, extent
         self.count = math.prod(extent)
         self.nbytes = self.count * raw_type(tensor.dtype).itemsize
-
-
-def _write(write_data: Write, block: _Piece) -> None:
-    for part in pieces_of((block.offset, block.extent)):
-        array = np.ascontiguousarray(block.tensor.read(*part))
-        write_data(memoryview(array.data).cast("B") if array.size else b"")
-    write_data(bytes(-block.nbytes % ALIGN))
 
 
 def _about(index: Index) -> tuple[bytes, list[_Piece]]:

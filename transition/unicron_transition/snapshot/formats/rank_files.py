@@ -112,8 +112,8 @@ def _read(folder: Path, files: Mapping[tuple[int, int], Archive]) -> Index:
     kept = {key: first.content.get(key) for key in ("args", "iteration", "opt_param_scheduler")}
     state = {key: plain(value, first) for key, value in kept.items()} | {"optimizer": _settings(first)}
     index = Index(FORMAT, int(state["iteration"] or 0), "", {}, dcp.common_of(state))
-    index.layout = dcp.layout_of(index.common.args)
-    model = _Model(folder, files, index.common.args)
+    index.layout = dcp.layout_of(index.common.facts.arguments)
+    model = _Model(folder, files, index.common.facts.arguments)
     model.add_parameters(index)
     if state["optimizer"]:
         try:

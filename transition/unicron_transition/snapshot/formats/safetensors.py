@@ -206,7 +206,6 @@ def adopt_folder(index: Index, folder: Path, name: str, missed: Sequence[str]) -
     config = (folder if folder.is_dir() else folder.parent) / CONFIG
     if config.is_file():
         index.common.facts = facts_of(config)
-        index.common.args = megatron_arguments.of_config(config)
 
 
 def _raw(path: Path, name: str, kind: str, shape: Place, place: tuple[int, int]) -> Raw:
@@ -324,12 +323,14 @@ def _header(path: Path, names: _Names) -> tuple[dict[str, Entry], dict[str, str]
 
 def facts_of(config: Path) -> ModelFacts:
     """Return the facts about the model that its config.json gives. Raises BadCheckpoint, OSError."""
+    arguments = megatron_arguments.of_config(config)
     try:
         settings = parse_json(read_small(config))
         heads = settings.get("num_attention_heads") or settings.get("n_head")
         if not isinstance(heads, int):
-            return ModelFacts()
+            return ModelFacts(arguments=arguments)
         return ModelFacts(
+            arguments=arguments,
             heads=heads,
             groups=number_in(settings, "num_key_value_heads") or heads,
             channels=number_in(settings, "head_dim"),

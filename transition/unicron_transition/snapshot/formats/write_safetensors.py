@@ -32,7 +32,7 @@ def write(folder: Path, index: Index, options: Options) -> None:
 
 def _tensors(index: Index, options: Options) -> list[Out]:
     table = options.names
-    unlike = next((option for option in UNLIKE if index.common.args.get(option)), "")
+    unlike = next((option for option in UNLIKE if index.common.facts.arguments.get(option)), "")
     if unlike and table != names.MEGATRON:
         option = f"--{unlike.replace('_', '-')}"
         raise BadCheckpoint(f"no table of names knows {option}: keep Megatron's names with --names {names.MEGATRON}")
