@@ -1,4 +1,4 @@
-"""What the admin allows in a partition, in the controller: who is healed, what Slurm is asked, whose hold is whose."""
+"""Permissions of a partition in the controller: who is healed, the requests to Slurm, whose hold is whose."""
 
 from __future__ import annotations
 

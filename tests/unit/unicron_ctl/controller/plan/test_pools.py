@@ -32,15 +32,15 @@ def _matched(jobs: Sequence[JobInput], wanted: dict[str, int]) -> bool:
     owner: dict[str, str] = {}
     reach = {job.job: job.reach for job in jobs}
 
-    def take(job: str, seen: set[str]) -> bool:
+    def take_node(job: str, seen: set[str]) -> bool:
         for node in sorted(reach[job] - seen):
             seen.add(node)
-            if node not in owner or take(owner[node], seen):
+            if node not in owner or take_node(owner[node], seen):
                 owner[node] = job
                 return True
         return False
 
-    return all(take(job, set()) for job, count in wanted.items() for _ in range(count))
+    return all(take_node(job, set()) for job, count in wanted.items() for _ in range(count))
 
 
 def test_jobs_that_share_no_node_are_planned_apart() -> None:

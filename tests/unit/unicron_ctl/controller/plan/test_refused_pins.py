@@ -20,7 +20,7 @@ from unicron_ctl.shared.settings.partitions import PartitionConfig
 from unicron_ctl.shared.slurm import pending_reasons
 
 
-def _lost(nodes: int, unfit: str, **facts: str) -> tuple[World, FakeSlurm, FakeAgent]:
+def _job_without_its_node(nodes: int, unfit: str, **facts: str) -> tuple[World, FakeSlurm, FakeAgent]:
     """A job of two elements of which one has lost its node, where Slurm starts nothing of it on the nodes `unfit`."""
     slurm = FakeSlurm(nodes)
     world = World(slurm, observe=None, partitions={"default": PartitionConfig(mode="act")})
@@ -36,24 +36,24 @@ def _pins(slurm: FakeSlurm, since: int = 0) -> list[str]:
     return [call[3] for call in slurm.calls[since:] if call[0] == "pin" and call[1:3] == ("1", 0)]
 
 
-def _explained(world: World) -> str:
+def _bounds_text(world: World) -> str:
     return answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY).bounds  # type: ignore[arg-type]
 
 
 def test_another_node_is_taken_and_the_first_one_is_not_tried_again(snapshot: SnapshotAssertion) -> None:
     """Defect: the element waited for ever for the node that it could not have, while another one was idle."""
-    world, slurm, _ = _lost(4, "n3")
+    world, slurm, _ = _job_without_its_node(4, "n3")
     world.run(8.0)
     assert slurm.queue["1", 0]["node"] == "n4" and _pins(slurm) == ["n3", "n4"]
     refused = [event.record for event in world.log if event.kind == "unpinned" and event.record.node]
     assert [(record.node, record.said) for record in refused] == [("n3", "BadConstraints")]
-    assert [_explained(world), refused[0].reason] == snapshot
+    assert [_bounds_text(world), refused[0].reason] == snapshot
     world.check_replay()
 
 
 def test_what_slurm_says_of_the_node_before_is_no_word_on_the_next_one() -> None:
     """Defect: while scontrol took its time to name n4, the reason that Slurm gave for n3 was held against n4, too."""
-    world, slurm, _ = _lost(4, "n3")
+    world, slurm, _ = _job_without_its_node(4, "n3")
     own, late = slurm.pin, list[tuple[str, int, str | None]]()
     slurm.pin = lambda *call: late.append(call) if call[2] == "n4" else own(*call)  # type: ignore[method-assign]
     world.run(8.0)
@@ -66,7 +66,7 @@ def test_what_slurm_says_of_the_node_before_is_no_word_on_the_next_one() -> None
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_without_another_node_the_pin_is_taken_back(restarted: bool) -> None:
-    world, slurm, _ = _lost(3, "n3")
+    world, slurm, _ = _job_without_its_node(3, "n3")
     world.run(8.0)
     if restarted:
         world.restart()
@@ -92,7 +92,7 @@ def test_without_another_node_the_pin_is_taken_back(restarted: bool) -> None:
 
 
 def test_it_is_tried_again_after_a_time() -> None:
-    world, slurm, _ = _lost(3, "n3")
+    world, slurm, _ = _job_without_its_node(3, "n3")
     world.run(8.0)
     slurm.unfit.clear()
     world.core.state.jobs["1"].refused["n3"] = replace(world.core.state.jobs["1"].refused["n3"], until=world.now + 2.0)
@@ -112,7 +112,7 @@ def test_it_is_tried_again_after_a_time() -> None:
     ],
 )
 def test_what_a_refusal_says_of_the_node(unfit: str, refusal: str, state: str, pins: list[str], refused: dict) -> None:
-    world, slurm, _ = _lost(4, unfit, **({} if refusal else {"partition": "main,other"}))
+    world, slurm, _ = _job_without_its_node(4, unfit, **({} if refusal else {"partition": "main,other"}))
     slurm.refusal, slurm.node_states["n3"] = refusal, {state}
     world.run(20.0)
     if refusal == "Resources" and state == "IDLE":

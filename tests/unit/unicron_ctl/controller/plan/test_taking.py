@@ -1,4 +1,4 @@
-"""What the controller takes: on whose word, how much, what it finishes after a crash, and how it gives it back."""
+"""Nodes and elements that the controller takes: on whose word, how many, after a crash, and how it gives them back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def store(world: World) -> None:
     world.core.events = []
 
 
-def taken(slurm: FakeSlurm) -> list[str]:
+def nodes_taken(slurm: FakeSlurm) -> list[str]:
     """Nodes that were taken out of service."""
     return asked(slurm, "down") + asked(slurm, "drain")
 
@@ -54,7 +54,7 @@ def test_what_kills_a_rank_from_outside_or_by_its_own_fault_never_blames_the_nod
         assert sorted(world.job().members) == [0, 1, 2]
         world.iterate("1", iteration)
     actions = {failure.record.action for failure in world.job().failures if failure.record.kind_of_failure == "rank"}
-    assert actions <= {"restart", MOVE} and not taken(slurm) and not attention(world.core.view)
+    assert actions <= {"restart", MOVE} and not nodes_taken(slurm) and not attention(world.core.view)
     assert code != -9 or MOVE in actions, "the same again is tried on another node"
     world.check_replay()
 
@@ -105,7 +105,7 @@ def test_roots_health_check_drains_and_other_jobs_run_on():
     slurm.queue["9", 0] = {**slurm.queue["1", 1], "node": "n4", "comment": ""}
     tell(world, "n4", "bad", "kernel: Xid 79", drain=False)
     world.run(10)
-    assert not taken(slurm), "its admin wants it reported only"
+    assert not nodes_taken(slurm), "its admin wants it reported only"
     tell(world, "n4", "good")
     tell(world, "n4", "bad", "kernel: Xid 79", drain=True)
     world.run(10)
@@ -137,7 +137,7 @@ def test_a_node_that_drained_itself_is_given_back_and_one_that_an_admin_drained_
     for node in ("n4", "n5"):
         tell(world, node, "bad", "gpu: 7 of 8", drain=True)
     world.run(10)
-    assert not taken(slurm)
+    assert not nodes_taken(slurm)
     for node in ("n4", "n5"):
         tell(world, node, "good")
     world.run(5)
@@ -320,7 +320,7 @@ def test_draining_a_lost_node_needs_the_permission_to_drain(mode: str, snapshot:
     world.run(2)
     power_off(world, "n2")
     world.run(10)
-    assert not taken(slurm) and sorted(world.job().members) == [0, 2]
+    assert not nodes_taken(slurm) and sorted(world.job().members) == [0, 2]
     (said,) = [e.record for e in world.log if e.kind == "observed" and e.record.node == "n2"]
     assert said.would == "drain n2" and [said.reason, world.job().failures[-1].actions] == snapshot
 
@@ -476,7 +476,7 @@ def test_an_element_whose_agent_never_comes_is_given_up():
 
 
 def test_a_lost_element_that_slurm_may_not_start_again_is_let_go():
-    """As a submission with --no-requeue says."""
+    """Its submission has --no-requeue."""
     world, slurm = on_slurm(4, 3)
     power_off(world, "n2")
     world.run(3)
