@@ -11,7 +11,7 @@ from tests.support.depth import cases
 from unicron_ctl.controller.plan import planning
 from unicron_ctl.controller.plan.planning import JobInput
 from unicron_ctl.controller.plan.pools import crowd, join_plans, plan, pools
-from unicron_planner.solver.solve import Plan
+from unicron_planner.solver.plan import Plan
 
 
 def _job(name: str, reach: str, nodes: int = 0, most: int = 8, weight: float = 1.0, spare: int = 0) -> JobInput:
