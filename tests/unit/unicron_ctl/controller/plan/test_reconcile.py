@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.scenarios import arrays, boundary, follow, power_off, ready, start
+from tests.support.scenarios import arrays, boundary, follow, grow_back, power_off, ready, start
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.plan import inputs
@@ -25,9 +25,7 @@ def test_a_lost_node_is_set_down_and_its_element_goes_to_the_spare(snapshot):
     assert ("pin", "1", 1, "n4") in slurm.calls
     assert slurm.queue["1", 1]["node"] == "n4"
     assert world.job().plan.members == [0, 2], "the survivors did not wait for Slurm"
-    start(world, "1", 3)
-    world.run(0.6)
-    boundary(world, 0.0)
+    grow_back(world, seconds=0.6)
     assert sorted(world.job().members) == [0, 1, 2]
     failure = world.job().failures[-1]
     assert failure.record.severity == 1 and failure.restored_at and len(failure.actions) == 2

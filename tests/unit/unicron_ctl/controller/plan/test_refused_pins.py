@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from tests.support.scenarios import boundary, start, submit
 from tests.support.scenarios import element_row as element
+from tests.support.scenarios import grow_back, submit
 from tests.support.scenarios import labels as said
 from tests.support.scenarios import node_row as node
 from tests.support.world import FakeAgent, FakeSlurm, World
@@ -32,8 +32,8 @@ def _job_without_its_node(nodes: int, unfit: str, **facts: str) -> tuple[World, 
     return world, slurm, first
 
 
-def _pins(slurm: FakeSlurm, since: int = 0) -> list[str]:
-    return [call[3] for call in slurm.calls[since:] if call[0] == "pin" and call[1:3] == ("1", 0)]
+def _pins(slurm: FakeSlurm) -> list[str]:
+    return [call[3] for call in slurm.calls if call[0] == "pin" and call[1:3] == ("1", 0)]
 
 
 def _bounds_text(world: World) -> str:
@@ -84,9 +84,8 @@ def test_without_another_node_the_pin_is_taken_back(restarted: bool) -> None:
     before = len(slurm.calls)
     world.run(30.0)
     assert slurm.queue["1", 0]["node"] == "n1", (slurm.calls[before:], slurm.queue["1", 0])
-    start(world, "1", 2)
-    world.run(4.0)
-    boundary(world)
+    grow_back(world, count=2, seconds=4.0)
+    world.run(0.3)
     assert world.job().phase == "running" and set(world.job().members) == {0, 1}
     world.check_replay()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from tests.support.scenarios import asked, boundary, follow, kill_agent, on_slurm, power_off, start, tell
+from tests.support.scenarios import asked, boundary, follow, grow_back, kill_agent, on_slurm, power_off, start, tell
 from tests.support.world import FakeSlurm, World
 from unicron_ctl.controller.model.requests import Action, Run
 from unicron_ctl.controller.nodes.isolation import attention
@@ -231,9 +231,7 @@ def test_other_jobs_on_a_lost_node_are_not_ended_with_it(state: str, snapshot: S
     slurm.down("n2", slurm.reasons["n2"])  # SlurmdTimeout is over
     slurm.node_states["n2"] = {"DOWN", "DRAIN", "NOT_RESPONDING"}
     world.run(5)
-    start(world, "1", 3)
-    world.run(1)
-    boundary(world, 0.0)
+    grow_back(world)
     assert sorted(world.job().members) == [0, 1, 2] and slurm.queue["1", 1]["node"] == "n4"
     world.check_replay()
 
@@ -380,9 +378,7 @@ def test_requeues_of_a_job_are_bounded_and_another_job_is_not_held_up(snapshot):
         world.run(6)
         if len(asked(slurm, "requeue")) == before:
             break
-        start(world, "1", 3)
-        world.run(2)
-        boundary(world, 0.0)
+        grow_back(world, seconds=2)
     assert len(asked(slurm, "requeue")) == 3
     (item,) = [item for item in attention(world.core.view) if not item.node]
     assert item.reason == snapshot
