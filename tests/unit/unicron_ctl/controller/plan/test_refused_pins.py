@@ -8,7 +8,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from tests.support.scenarios import element_row as element
-from tests.support.scenarios import grow_back, submit
+from tests.support.scenarios import grow_back, restart_controller, submit
 from tests.support.scenarios import labels as said
 from tests.support.scenarios import node_row as node
 from tests.support.world import FakeAgent, FakeSlurm, World
@@ -69,11 +69,7 @@ def test_without_another_node_the_pin_is_taken_back(restarted: bool) -> None:
     world, slurm, _ = _job_without_its_node(3, "n3")
     world.run(8.0)
     if restarted:
-        world.restart()
-        for agent in world.agents:
-            if not agent.silent:
-                agent.register()
-                agent.status()
+        restart_controller(world)
         world.run(4.0)
     assert _pins(slurm) == ["n3", ""] and slurm.queue["1", 0]["pin"] is None
     assert ("1", 0) not in world.core.state.pins and world.core.view.refused_nodes(world.job()) == {

@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from tests.support.scenarios import asked, boundary, follow, grow_back, kill_agent, on_slurm, power_off, start, tell
+from tests.support.scenarios import (
+    asked,
+    boundary,
+    follow,
+    grow_back,
+    kill_agent,
+    on_slurm,
+    power_off,
+    restart_controller,
+    start,
+    tell,
+)
 from tests.support.world import FakeSlurm, World
 from unicron_ctl.controller.model.requests import Action, Run
 from unicron_ctl.controller.nodes.isolation import attention
@@ -530,10 +541,7 @@ def test_what_a_controller_died_over_is_finished_or_undone(action, done):
     if done:
         CRASHES[action][0](slurm)
     store(world)
-    world.restart()
-    for agent in world.agents:
-        if not agent.silent:
-            agent.register()
+    restart_controller(world)
     world.run(6)
     assert CRASHES[action][1](slurm), slurm.queue
     assert not world.core.state.intents, "its outcome is on record"
@@ -560,9 +568,7 @@ def test_what_is_not_allowed_any_more_is_given_up(action):
     store(world)
     world.config.partitions = {}
     slurm.calls.clear()
-    world.restart()
-    for agent in world.agents:
-        agent.register()
+    restart_controller(world)
     world.run(6)
     assert not world.core.state.intents and not slurm.calls and not world.core.state.out_of_service
     (failed,) = [event.record for event in world.log if event.kind == "slurm_error"]

@@ -303,9 +303,14 @@ def test_an_old_word_of_progress_excuses_nobody(training):
     assert events(training, "hang")
 
 
-def test_all_compute_is_no_hang_of_anybody(training):
-    hang(training, [0, 1, 2])
-    training.run(30)
+@pytest.mark.parametrize(
+    ("who", "process"), [([0, 1, 2], ""), ([1], "T")], ids=["all compute", "somebody has suspended the whole job"]
+)
+def test_a_job_that_may_be_healthy_is_left_alone(training, who: list[int], process: str):
+    hang(training, who)
+    for agent in training.agents:
+        agent.set(agent.element, process=process)
+    training.run(60)
     assert len(events(training, "overdue")) == 1 and not events(training, "hang") and not sent(training, ORDERS)
 
 
@@ -338,14 +343,6 @@ def test_a_process_stopped_in_the_same_collective_is_named(training, snapshot):
     (failure,) = [event.record for event in events(training, "failure_detected")]
     assert failure.slots == [2] and failure.cause == "task_hang"
     assert failure.reason == snapshot
-
-
-def test_a_job_that_somebody_has_suspended_as_a_whole_is_left_alone(training):
-    hang(training, [1])
-    for agent in training.agents:
-        agent.set(agent.element, process="T")
-    training.run(60)
-    assert len(events(training, "overdue")) == 1 and not events(training, "hang") and not sent(training, ORDERS)
 
 
 def test_only_who_has_no_excuse_is_stopped(training):

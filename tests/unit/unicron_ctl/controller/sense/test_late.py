@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.scenarios import restart_controller
 from tests.support.training import events, sent, train, trained_world
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.api.job_answers import job_answer
@@ -154,10 +155,7 @@ def test_a_restarted_controller_waits_for_the_last_copy_too():
     world.agents[0].obedient = False
     world.agents[1].die(1)
     world.run(10)
-    world.restart()
-    for agent in world.agents:
-        agent.register()
-        agent.status()
+    restart_controller(world)
     world.run(60)
     assert world.job().phase == "breaking" and len(events(world, "last_copy")) == 1, "it is on record"
     comes_back(world, 0)
