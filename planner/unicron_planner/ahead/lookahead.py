@@ -106,13 +106,13 @@ def _solve(scenario: Scenario, best_plans: dict[tuple[int, int, tuple[int, ...]]
 
 @dataclass
 class _Case:
-    """One event as a change of rows: `changed` holds the new row of each job (by index) that differs; None for a job
-    that is gone."""
+    """One event as a change of rows."""
 
     event: Event
     changed: dict[int, Row | None]
-    upper: int = 0
-    best: int = 0
+    """The new row of each job, by index, that differs; None for a job that is gone."""
+    upper: int = 0  # no plan is worth more
+    best: int = 0  # the optimum so far
 
 
 class _Class:
