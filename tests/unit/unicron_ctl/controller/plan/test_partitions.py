@@ -43,7 +43,7 @@ def plan_of(world: World) -> dict[str, int]:
         ),
     ],
 )
-def test_nothing_is_asked_of_slurm_unless_all_partitions_of_the_job_act(partitions, facts) -> None:
+def test_nothing_is_asked_of_slurm_unless_the_admin_says_so(partitions, facts) -> None:
     world, slurm = world_of(2, **partitions)
     submit(world, "1", 3, **facts)
     world.run(4.0)
