@@ -180,6 +180,15 @@ def kill_agent(world: World, element: int) -> None:
     next(agent for agent in world.agents if agent.element == element and not agent.silent).silent = True
 
 
+def restart_controller(world: World) -> None:
+    """Another controller starts from the log, and all agents that live register with it."""
+    world.restart()
+    for agent in world.agents:
+        if not agent.silent:
+            agent.register()
+            agent.status()
+
+
 def cut_off(world: World, agents: Collection[FakeAgent]) -> None:
     """Neither the controller nor other nodes reach these agents, and they live."""
     apart = {agent.node for agent in agents}

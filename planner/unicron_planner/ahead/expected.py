@@ -15,6 +15,7 @@ from unicron_planner.ahead.lookahead import Lookahead
 from unicron_planner.problem.objective import Scenario
 from unicron_planner.solver import keys, tables
 from unicron_planner.solver.plan import Plan, plan_of
+from unicron_planner.solver.solve import within
 
 MOST_SPARES = 2
 
@@ -26,8 +27,7 @@ def candidates(scenario: Scenario, spares: int = MOST_SPARES) -> list[dict[str, 
     out: list[dict[str, int]] = []
     for held in range(min(spares, scenario.nodes) + 1):
         room = scenario.nodes - held
-        fitting = [keys.Row(row.sizes[row.sizes <= room], row.keys[row.sizes <= room]) for row in rows]
-        sizes, _ = tables.optimum(fitting, room)
+        sizes, _ = tables.optimum([within(row, room) for row in rows], room)
         found = {job.name: size for job, size in zip(jobs, sizes, strict=True)}
         if found not in out:
             out.append(found)

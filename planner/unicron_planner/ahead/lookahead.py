@@ -47,9 +47,15 @@ class Entry:
 
 
 class Lookahead:
-    """The table of plans for `scenario`. `get(event)` is a dict look-up; None for an event that isn't in it.
+    """The table of plans for the events that may follow a scenario. `get(event)` is a dict look-up.
 
-    pairs: whether two losses at once are among the events; by default, unless the jobs are many."""
+    Parameters
+    ----------
+    scenario
+        The present one.
+    pairs
+        Whether two losses at once are among the events; by default, unless the jobs are many.
+    """
 
     def __init__(self, scenario: Scenario, pairs: bool | None = None):
         self.scenario = scenario
@@ -61,7 +67,7 @@ class Lookahead:
         self.entries = {event: Entry(found[event], scenario, event) for event in events}
 
     def get(self, event: Event) -> Entry | None:
-        """The plan for an event, whatever the order of the losses in it."""
+        """The plan for an event, whatever the order of the losses in it; None if it is not in the table."""
         entry = self.entries.get(event)
         return entry if entry is not None else self.entries.get(normal(event))
 
@@ -100,13 +106,13 @@ def _solve(scenario: Scenario, best_plans: dict[tuple[int, int, tuple[int, ...]]
 
 @dataclass
 class _Case:
-    """One event as a change of rows: `changed` holds the new row of each job (by index) that differs; None for a job
-    that is gone."""
+    """One event as a change of rows."""
 
     event: Event
     changed: dict[int, Row | None]
-    upper: int = 0
-    best: int = 0
+    """The new row of each job, by index, that differs; None for a job that is gone."""
+    upper: int = 0  # no plan is worth more
+    best: int = 0  # the optimum so far
 
 
 class _Class:
@@ -167,7 +173,8 @@ class _Class:
                         run.append(tables.add(run[-1], other))
                     shared[first] = run
                 table, row = shared[first][last - first - 1], second
-            case.best = _merge(table, row, behind[last + 1])
+            joined = table if row is None else tables.add(table, row)
+            case.best = int((joined + behind[last + 1][::-1]).max())
 
     def _trace(self, bound: tables.Bound, case: _Case) -> dict[str, int]:
         """The assignment that reaches `case.best`; ties as in `solve`."""
@@ -234,13 +241,6 @@ def _near(price: int, row: Row | None, gap: int) -> Row | None:
         return None
     reduced = row.keys - price * row.sizes
     return _row_within(row, reduced.max() - reduced, gap)
-
-
-def _merge(before: np.ndarray, row: Row | None, behind: np.ndarray) -> int:
-    """The maximum over k, a of row(k) + before(a) + behind(n - k - a). row: None for a job that is gone."""
-    if row is None:
-        return int((before + behind[::-1]).max())
-    return int((tables.add(before, row) + behind[::-1]).max())
 
 
 def _reach(rows: list[Row], nodes: int) -> list[int]:

@@ -6,9 +6,10 @@ node lost, ("join",) a node joins, ("finish", job) a job ends.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
-from unicron_planner.problem.objective import Job, PlanError, Scenario
+from unicron_planner.problem.objective import PlanError, Scenario
 
 Event = tuple[str, ...]
 
@@ -42,12 +43,12 @@ def after(scenario: Scenario, event: Event) -> Scenario:
     """The scenario to plan for once `event` has happened. A job that lost a node keeps its x_t (see Job.nodes)."""
     kind = event[0]
     if kind == "lost":
-        lost = set(event[1:])
-        for name in lost:
-            if scenario.job(name).nodes < event[1:].count(name):
-                raise PlanError(f"job {name} has no more than {scenario.job(name).nodes} to lose")
-        jobs = tuple(_after_loss(job, event[1:].count(job.name)) if job.name in lost else job for job in scenario.jobs)
-        return _with_nodes(replace(scenario, jobs=jobs), 1 - len(event))
+        for name, count in Counter(event[1:]).items():
+            job = scenario.job(name)
+            if job.nodes < count:
+                raise PlanError(f"job {name} has no more than {job.nodes} to lose")
+            scenario = scenario.with_job(replace(job, lost_worker=True, keep=min(job.keep, job.nodes - count)))
+        return _with_nodes(scenario, 1 - len(event))
     if kind == "spare":
         return _with_nodes(scenario, -1)
     if kind == "join":
@@ -58,10 +59,6 @@ def after(scenario: Scenario, event: Event) -> Scenario:
             raise PlanError(f"{gone.name} is the only job: nothing is left to plan for when it finishes")
         return replace(scenario, jobs=tuple(job for job in scenario.jobs if job is not gone))
     raise PlanError(f"unknown event {kind!r}: use lost, spare, join or finish")
-
-
-def _after_loss(job: Job, count: int) -> Job:
-    return replace(job, lost_worker=True, keep=min(job.keep, job.nodes - count))
 
 
 def _with_nodes(scenario: Scenario, change: int) -> Scenario:

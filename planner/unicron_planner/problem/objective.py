@@ -47,8 +47,8 @@ def whole(value: object, what: str, *, least: int = 0) -> int:
 
 
 class Rates(dict[int, float]):
-    """Achieved aggregate FLOP/s by node count, checked once; `sizes` and `rates` are the same as arrays, ascending by
-    size. Raises PlanError. Not to be changed after it is made."""
+    """Achieved aggregate FLOP/s by node count, ascending and checked once. Raises PlanError. Not to be changed after it
+    is made."""
 
     def __init__(self, flops: object, what: str = "flops"):
         if not isinstance(flops, Mapping) or not flops:
@@ -62,7 +62,9 @@ class Rates(dict[int, float]):
         if not self:
             raise PlanError(f"{what} has no throughput at any size above 0 nodes")
         self.sizes = np.fromiter(self.keys(), dtype=np.int64, count=len(self))
+        """The node counts."""
         self.rates = np.fromiter(self.values(), dtype=np.float64, count=len(self))
+        """Their FLOP/s."""
 
 
 def _rates(flops: object, what: str) -> Rates:

@@ -63,13 +63,7 @@ def ridge(
 
 
 def fit_flops(measured: Mapping[int, float], sizes: Iterable[int]) -> dict[int, float]:
-    """FLOP/s by number of nodes: as measured, and t(x) = a + b / x elsewhere.
-
-    Parameters
-    ----------
-    measured : FLOP/s by number of nodes, above 0; at least one.
-    sizes : The numbers of nodes in question, ascending.
-    """
+    """FLOP/s by number of nodes: as measured, and t(x) = a + b / x elsewhere. measured: not empty, FLOP/s above 0."""
     seconds = {nodes: number(1.0 / rate, "seconds", positive=True) for nodes, rate in sorted(measured.items())}
     factors, covariance = _fit_scaling(seconds)
     estimates = {}

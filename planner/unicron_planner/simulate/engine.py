@@ -108,11 +108,14 @@ class SimulatedJob:
     nodes: set[int] = field(default_factory=set)
     """Nodes that it holds, dead ones included until they are noticed."""
     target: int = 0
+    """Nodes of its share at the start; systems that do not redistribute give it no more."""
     phase: str = IDLE
     level: float = 0.0
     """F while it runs."""
     epoch: int = 0
+    """Number of phases so far: the end of an earlier one is ignored."""
     until: float = 0.0
+    """When the present phase ends."""
     worst: int = NO_FAILURE
     """The severity of the worst failure that is not noticed yet."""
     ready: float = 0.0

@@ -29,7 +29,7 @@ class TraceEvent:
     """One line of a trace."""
 
     seconds: float
-    event: str
+    event: str  # "fail" or "join"
     node: str
     cause: Cause | None = None
     """None for a join."""

@@ -13,8 +13,6 @@ from unicron_planner.solver.keys import Row
 from unicron_planner.solver.plan import Plan, flops_text, nodes_text, plan_of
 from unicron_planner.solver.solve import solve, within
 
-__all__ = ["Explanation", "explain", "runner_up"]
-
 
 @dataclass(frozen=True)
 class Explanation:

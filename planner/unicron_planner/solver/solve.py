@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from unicron_planner.problem.objective import Job, Scenario
 from unicron_planner.solver import keys, tables
 from unicron_planner.solver.keys import Row
-from unicron_planner.solver.plan import Plan, flops_text, nodes_text, plan_of
+from unicron_planner.solver.plan import Plan, plan_of
 from unicron_planner.solver.shares import divide
-
-__all__ = ["Plan", "best", "by_owner", "flops_text", "nodes_text", "plan_of", "solve"]
 
 Assign = Callable[[Sequence[Job], int], dict[str, int]]
 

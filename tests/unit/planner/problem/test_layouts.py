@@ -24,7 +24,7 @@ LARGE = Gpt(layers=48, hidden=8192, heads=64, global_batch=64)  # 39 billion par
 PAIR, ONE = Split("TP2", 2), Split("TP1")
 
 
-def known(model: Gpt | None = None, gpus: int = 8, **more) -> JobFacts:
+def facts(model: Gpt | None = None, gpus: int = 8, **more) -> JobFacts:
     return JobFacts(gpus, 1e15, model, Hardware(gpus=gpus), **more)
 
 
@@ -40,7 +40,7 @@ def scenario(*jobs: Job, nodes: int, hours: float = 10.0) -> Scenario:
 def test_the_best_layout_by_size():
     """The more nodes, the more the reduce of the gradients weighs, which larger replicas have less of."""
     splits = [Split("PP4", 1, 4), Split("TP2 PP4", 2, 4), Split("TP8 PP4", 8, 4)]
-    found = layouts.rates(splits, known(replace(SMALL, global_batch=512)), {}, range(1, 9))
+    found = layouts.rates(splits, facts(replace(SMALL, global_batch=512)), {}, range(1, 9))
     assert max(found, key=lambda name: found[name][1]) == "PP4"
     assert max(found, key=lambda name: found[name][8]) == "TP2 PP4"
     assert found["TP8 PP4"][3] == 0.0 < found["TP8 PP4"][4] == found["TP8 PP4"][5]
@@ -49,11 +49,11 @@ def test_the_best_layout_by_size():
 def test_memory_rules_layouts_out():
     """The optimizer's state is shared by the replicas: two of TP8 have room where one has not."""
     splits = [Split("TP2", 2), Split("TP8", 8), Split("TP8 PP4", 8, 4)]
-    found = layouts.rates(splits, known(LARGE, recompute=True), {}, range(1, 9))
+    found = layouts.rates(splits, facts(LARGE, recompute=True), {}, range(1, 9))
     assert list(found) == ["TP8", "TP8 PP4"]
     assert [nodes for nodes, rate in found["TP8"].items() if rate] == [2, 3, 4, 5, 6, 7, 8]
     assert [nodes for nodes, rate in found["TP8 PP4"].items() if rate] == [4, 5, 6, 7, 8]
-    roomy = replace(known(LARGE, recompute=True), hardware=Hardware(memory=float("inf")))
+    roomy = replace(facts(LARGE, recompute=True), hardware=Hardware(memory=float("inf")))
     assert len(layouts.rates(splits, roomy, {}, range(1, 9))) == 3
 
 
@@ -83,22 +83,22 @@ def test_tensor_parallelism_over_nodes_goes_by_the_network():
 
 def test_what_was_measured_counts_and_scales_the_rest():
     splits = [Split("TP8", 8), Split("TP4", 4)]
-    guess = layouts.rates(splits, known(SMALL), {}, range(1, 5))
-    found = layouts.rates(splits, known(SMALL), {"TP8": {2: guess["TP8"][2] / 4}}, range(1, 5))
+    guess = layouts.rates(splits, facts(SMALL), {}, range(1, 5))
+    found = layouts.rates(splits, facts(SMALL), {"TP8": {2: guess["TP8"][2] / 4}}, range(1, 5))
     assert found["TP8"][2] == guess["TP8"][2] / 4
     assert found["TP8"][4] == pytest.approx(guess["TP8"][4] / 4, rel=0.3)
     assert found["TP4"][2] < guess["TP4"][2] / 2, "what one layout tells of the machine holds for the others, too"
 
 
 def test_without_a_model_each_gpu_counts_the_same_and_the_measured_one_wins():
-    found = layouts.rates([PAIR, ONE], known(gpus=1), {}, range(1, 4))
+    found = layouts.rates([PAIR, ONE], facts(gpus=1), {}, range(1, 4))
     assert found["TP2"] == {1: 0.0, 2: found["TP1"][2], 3: found["TP1"][2]}, "a GPU without a replica brings nothing"
-    found = layouts.rates([PAIR, ONE], known(gpus=1), {"TP2": {2: 4.0}}, range(1, 4))
+    found = layouts.rates([PAIR, ONE], facts(gpus=1), {"TP2": {2: 4.0}}, range(1, 4))
     assert found["TP2"][2] == 4.0 > found["TP1"][2] > 3.0
 
 
 def test_a_layout_that_no_size_can_run_is_not_there():
-    assert list(layouts.rates([Split("PP4", 1, 4), ONE], known(gpus=1), {}, range(1, 4))) == ["TP1"]
+    assert list(layouts.rates([Split("PP4", 1, 4), ONE], facts(gpus=1), {}, range(1, 4))) == ["TP1"]
 
 
 # ------------------------------------------------------------ what the plan makes of it
@@ -210,7 +210,7 @@ def test_the_best_of_all_and_never_worse_than_to_stay(one, other, nodes, hours):
 )
 def test_never_a_layout_that_does_not_fit(shapes, gpus, model, nodes, scale):
     splits = [Split(f"TP{tp} PP{pp}", tp, pp) for tp, pp in shapes]
-    at = known(model, gpus)
+    at = facts(model, gpus)
     first = splits[0]
     least = layouts.smallest(first, gpus)
     found = layouts.rates(splits, at, {first.name: {least: scale * 1e14}}, range(1, nodes + 1))

@@ -1,4 +1,4 @@
-"""What the planner is told: which input it refuses with a line that helps, and each formula at its bounds."""
+"""The planner's input: what it refuses with a line that helps, and each formula at its bounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def scenario(*jobs: Job, nodes: int = 4, **changes: Any) -> Scenario:
     return Scenario(**{"nodes": nodes, "jobs": jobs or (job(),), "mtbf_node_hours": 10.0, **changes})
 
 
-def refused(make: Any, *arguments: Any, **changes: Any) -> str:
+def refusal_of(make: Any, *arguments: Any, **changes: Any) -> str:
     """Why it cannot be made; empty when it can."""
     try:
         make(*arguments, **changes)
@@ -46,7 +46,7 @@ def test_numbers_that_cannot_be_planned_with_are_refused():
         (0.25, {"positive": True}, ""),
         (1, {"positive": True}, ""),
     ):
-        found = refused(number, value, "it", **more)
+        found = refusal_of(number, value, "it", **more)
         assert why in found and bool(found) == bool(why), (value, more)
     for value, least, why in (
         (0, 0, ""),
@@ -57,7 +57,7 @@ def test_numbers_that_cannot_be_planned_with_are_refused():
         (10**7, 0, ""),
         (10**7 + 1, 0, "more than 10 million"),
     ):
-        found = refused(whole, value, "it", least=least)
+        found = refusal_of(whole, value, "it", least=least)
         assert why in found and bool(found) == bool(why), (value, least)
 
 
@@ -71,7 +71,7 @@ def test_a_throughput_has_a_rate_at_some_size_and_none_at_no_nodes():
         ({0: 1.0, 1: 0.5}, "flops at 0 nodes"),
         ({0: 0.0}, "at any size above 0 nodes"),
     ):
-        found = refused(Rates, flops)
+        found = refusal_of(Rates, flops)
         assert why in found and bool(found) == bool(why), flops
     rates = Rates({4: 2, 0: 0, 1: 1})
     assert dict(rates) == {1: 1.0, 4: 2.0} and list(rates.sizes) == [1, 4] and list(rates.rates) == [1.0, 2.0]
@@ -113,16 +113,16 @@ def test_a_throughput_has_a_rate_at_some_size_and_none_at_no_nodes():
     ],
 )
 def test_a_job_that_cannot_be_planned_for_is_refused(changes: dict[str, Any], why: str):
-    found = refused(job, **changes)
+    found = refusal_of(job, **changes)
     assert why in found and bool(found) == bool(why)
 
 
 def test_a_cluster_that_cannot_be_planned_for_is_refused():
-    assert "mtbf_node_hours must be" in refused(scenario, mtbf_node_hours=0.0)
-    assert "there are no jobs" in refused(Scenario, nodes=1, jobs=())
-    assert "jobs are named b" in refused(scenario, job(), job(name="b"), job(name="b"))
-    assert "weight x flops x time" in refused(scenario, job(weight=1e300, flops={1: 1e10}))
-    assert "too large" in refused(scenario, job(flops={1: 1.0}, spares={2: 1e308}))
+    assert "mtbf_node_hours must be" in refusal_of(scenario, mtbf_node_hours=0.0)
+    assert "there are no jobs" in refusal_of(Scenario, nodes=1, jobs=())
+    assert "jobs are named b" in refusal_of(scenario, job(), job(name="b"), job(name="b"))
+    assert "weight x flops x time" in refusal_of(scenario, job(weight=1e300, flops={1: 1e10}))
+    assert "too large" in refusal_of(scenario, job(flops={1: 1.0}, spares={2: 1e308}))
 
 
 # ---------------------------------------------------------------- a job
@@ -232,7 +232,7 @@ def test_the_layout_that_brings_most_the_way_there_included_and_the_present_one_
 
 def test_jobs_are_found_and_replaced_by_name():
     plan = scenario(job(), job(name="b", owner="ann"), job(name="c", owner="ann"))
-    assert plan.job("b").name == "b" and " a, b, c" in refused(plan.job, "d")
+    assert plan.job("b").name == "b" and " a, b, c" in refusal_of(plan.job, "d")
     changed = plan.with_job(job(name="b", nodes=2))
     assert [(one.name, one.nodes) for one in changed.jobs] == [("a", 0), ("b", 2), ("c", 0)]
     assert {owner: [one.name for one in jobs] for owner, jobs in plan.owners.items()} == {"": ["a"], "ann": ["b", "c"]}

@@ -28,7 +28,7 @@ def row(
     )
 
 
-def judged(tmp_path, *rows: str, costs: Costs = FREE):
+def history_of(tmp_path, *rows: str, costs: Costs = FREE):
     path = tmp_path / "history.txt"
     path.write_text("\n".join([HEADER, *rows]) + "\n")
     return judge(load(path), costs)
@@ -36,7 +36,7 @@ def judged(tmp_path, *rows: str, costs: Costs = FREE):
 
 def test_a_requeued_job_by_hand(tmp_path):
     """8 nodes; one fails after 10 h; an hour later all run again. 14 min to start, a checkpoint every 30 min."""
-    found = judged(tmp_path, row("7", "NODE_FAIL", 0, 10), row("7", "COMPLETED", 11, 20), costs=Costs())
+    found = history_of(tmp_path, row("7", "NODE_FAIL", 0, 10), row("7", "COMPLETED", 11, 20), costs=Costs())
     (failure,) = found.failures
     assert failure.cause.name == "node_failed" and failure.waited == 3600
     assert failure.lost == 8 * (3600 + 840 + 900)
@@ -50,7 +50,7 @@ def test_a_requeued_job_by_hand(tmp_path):
 @pytest.mark.parametrize("minutes,lost", [(6, 6), (12, 12), (24, 24), (60, 29)])
 def test_no_failure_costs_more_than_the_run_that_it_has_ended(tmp_path, minutes, lost):
     """14 min to start and half of 30 are 29 min, of which the shorter runs have not done so much."""
-    found = judged(
+    found = history_of(
         tmp_path, row("7", "NODE_FAIL", 0, minutes / 60), row("7", "COMPLETED", minutes / 60, 20), costs=Costs()
     )
     assert found.lost == 8 * 60 * lost
@@ -67,18 +67,18 @@ def test_no_failure_costs_more_than_the_run_that_it_has_ended(tmp_path, minutes,
     ],
 )
 def test_causes(tmp_path, state, code, cause):
-    found = judged(tmp_path, row("7", state, 0, 10, code=code), row("8", "RUNNING", 12, None, submit=11))
+    found = history_of(tmp_path, row("7", state, 0, 10, code=code), row("8", "RUNNING", 12, None, submit=11))
     assert [failure.cause.name for failure in found.failures] == [cause]
     assert found.failures[0].lost == 8 * 2 * 3600
 
 
 @pytest.mark.parametrize("state", ["COMPLETED", "TIMEOUT", "CANCELLED by 1000", "PREEMPTED", "RUNNING", "DEADLINE"])
 def test_what_is_no_failure(tmp_path, state):
-    assert judged(tmp_path, row("7", state, 0, 10), row("7", "COMPLETED", 11, 12)).failures == ()
+    assert history_of(tmp_path, row("7", state, 0, 10), row("7", "COMPLETED", 11, 12)).failures == ()
 
 
 def test_what_was_requeued_without_a_word_is_told_apart(tmp_path):
-    found = judged(tmp_path, row("7", "REQUEUED", 0, 10, code="1:0"), row("7", "COMPLETED", 11, 12))
+    found = history_of(tmp_path, row("7", "REQUEUED", 0, 10, code="1:0"), row("7", "COMPLETED", 11, 12))
     assert found.failures == ()
     told = found.to_dict()["not_counted"]
     assert told == {"script's own": 0, "nobody went on": 0, "requeued, why is not told": 1}
@@ -91,15 +91,15 @@ def test_what_nobody_goes_on_with_is_not_counted(tmp_path):
         row("10", "COMPLETED", 45, 46, submit=44),
         row("11", "COMPLETED", 5, 6, submit=4),
     ]
-    found = judged(tmp_path, row("7", "NODE_FAIL", 0, 10), *others)
+    found = history_of(tmp_path, row("7", "NODE_FAIL", 0, 10), *others)
     assert (found.failures, found.left) == ((), 1)
 
 
 def test_no_run_goes_on_from_two_failures(tmp_path):
     failed = [row("7", "NODE_FAIL", 0, 10), row("8", "NODE_FAIL", 1, 9)]
-    found = judged(tmp_path, *failed, row("9", "COMPLETED", 12, 13, submit=11))
+    found = history_of(tmp_path, *failed, row("9", "COMPLETED", 12, 13, submit=11))
     assert [(failure.run.job, failure.waited) for failure in found.failures] == [("8", 3 * 3600)] and found.left == 1
-    found = judged(
+    found = history_of(
         tmp_path, *failed, *(row(job, "COMPLETED", start, 20, submit=11) for job, start in (("9", 12), ("10", 14)))
     )
     assert [failure.waited for failure in found.failures] == [3 * 3600, 4 * 3600] and found.left == 0
@@ -107,14 +107,14 @@ def test_no_run_goes_on_from_two_failures(tmp_path):
 
 def test_what_was_requeued_goes_on_with_itself_and_not_with_another(tmp_path):
     requeued = [row("7", "NODE_FAIL", 0, 10), row("7", "COMPLETED", 12, 20, submit=10.5)]
-    found = judged(tmp_path, *requeued, row("8", "NODE_FAIL", 1, 9))
+    found = history_of(tmp_path, *requeued, row("8", "NODE_FAIL", 1, 9))
     assert [(failure.run.job, failure.waited) for failure in found.failures] == [("7", 2 * 3600)] and found.left == 1
 
 
 def test_a_requeued_run_goes_on_with_itself_though_another_began_before(tmp_path):
     requeued = [row("7", "NODE_FAIL", 0, 10), row("7", "COMPLETED", 13, 20, submit=10.5)]
     again = [row("8", "NODE_FAIL", 1, 10.5), row("9", "COMPLETED", 11, 20, submit=10.8)]
-    found = judged(tmp_path, *requeued, *again)
+    found = history_of(tmp_path, *requeued, *again)
     assert [(failure.run.job, failure.waited) for failure in found.failures] == [("7", 3 * 3600), ("8", 1800)]
     assert found.left == 0
 
@@ -122,11 +122,11 @@ def test_a_requeued_run_goes_on_with_itself_though_another_began_before(tmp_path
 def test_an_element_of_the_same_array_does_not_go_on_from_another(tmp_path):
     for start in (1, 0):  # 0: it began in the second of its submission
         siblings = [row("7_0", "NODE_FAIL", start, 10, submit=0), row("7_1", "COMPLETED", 11, 12, submit=0)]
-        assert judged(tmp_path, *siblings).left == 1
+        assert history_of(tmp_path, *siblings).left == 1
 
 
 def test_the_tasks_of_a_large_array_are_judged_at_once():
-    """Where each was compared with all others, this took minutes."""
+    """Defect: each was compared with all others, which took minutes."""
     runs = [
         Run(f"7_{task}", "ann", "sweep", "FAILED", "1:0", 0.0, 300.0 * task, 300.0 * task + 50_000, 8)
         for task in range(50_000)
@@ -137,7 +137,7 @@ def test_the_tasks_of_a_large_array_are_judged_at_once():
 def test_the_components_of_a_heterogeneous_job_fail_once(tmp_path):
     failed = [row("7+0", "FAILED", 0, 10, nodes=1, code="1:0"), row("7+1", "NODE_FAIL", 0, 10, nodes=3)]
     again = [row("8+0", "COMPLETED", 12, 20, nodes=1, submit=11), row("8+1", "COMPLETED", 12, 20, nodes=3, submit=11)]
-    found = judged(tmp_path, *failed, *again)
+    found = history_of(tmp_path, *failed, *again)
     (failure,) = found.failures
     assert (failure.run.job, failure.run.nodes, failure.cause.name) == ("7", 4, "node_failed")
     assert (found.runs, failure.lost) == (2, 4 * 2 * 3600)
@@ -145,8 +145,8 @@ def test_the_components_of_a_heterogeneous_job_fail_once(tmp_path):
 
 def test_of_files_that_were_joined_each_run_counts_once(tmp_path):
     failed, again = row("7", "NODE_FAIL", 0, 10), row("7", "COMPLETED", 11, 20)
-    once = judged(tmp_path, failed, again)
-    found = judged(tmp_path, failed, row("7", "RUNNING", 11, None), HEADER, failed, again)
+    once = history_of(tmp_path, failed, again)
+    found = history_of(tmp_path, failed, row("7", "RUNNING", 11, None), HEADER, failed, again)
     assert found == once and found.runs == 2
 
 
@@ -155,7 +155,7 @@ def test_a_run_goes_on_with_itself_in_the_hour_that_is_there_twice(tmp_path, mon
     monkeypatch.setenv("TZ", "Europe/Berlin")
     time.tzset()
     try:
-        found = judged(
+        found = history_of(
             tmp_path,
             "7|ann|gpt|NODE_FAIL|0:0|2025-10-25T00:00:00|2025-10-25T00:00:00|2025-10-26T02:50:00|8",
             "7|ann|gpt|COMPLETED|0:0|2025-10-26T02:50:10|2025-10-26T02:05:00|2025-10-26T09:10:00|8",
@@ -170,17 +170,17 @@ def test_a_run_goes_on_with_itself_in_the_hour_that_is_there_twice(tmp_path, mon
     "state,code", [("FAILED", "1:0"), ("FAILED", "0:11"), ("FAILED", "139:0"), ("OUT_OF_MEMORY", "0:125")]
 )
 def test_what_fails_soon_after_its_start_is_the_scripts_own(tmp_path, state, code):
-    found = judged(tmp_path, row("7", state, 0, 0.1, code=code), row("8", "COMPLETED", 1, 2))
+    found = history_of(tmp_path, row("7", state, 0, 0.1, code=code), row("8", "COMPLETED", 1, 2))
     assert (found.failures, found.early) == ((), 1)
 
 
 def test_a_node_may_fail_soon_after_the_start(tmp_path):
-    found = judged(tmp_path, row("7", "NODE_FAIL", 0, 0.1), row("7", "COMPLETED", 1, 2))
+    found = history_of(tmp_path, row("7", "NODE_FAIL", 0, 0.1), row("7", "COMPLETED", 1, 2))
     assert ([failure.cause.name for failure in found.failures], found.early) == (["node_failed"], 0)
 
 
 def test_small_jobs_steps_and_what_never_started_are_left_out(tmp_path):
-    found = judged(
+    found = history_of(
         tmp_path,
         row("7", "NODE_FAIL", 0, 10, nodes=1),
         row("7", "COMPLETED", 11, 12, nodes=1),
@@ -242,7 +242,7 @@ def test_refusals_are_one_line(tmp_path, text, why):
 def test_the_figure_is_drawn_with_and_without_failures(tmp_path):
     for number, rows in enumerate(([], [row("7", "NODE_FAIL", 0, 10), row("7", "RUNNING", 11, None)])):
         path = tmp_path / f"{number}.svg"
-        draw_history(judged(tmp_path, *rows), path)
+        draw_history(history_of(tmp_path, *rows), path)
         assert path.read_text().rstrip().endswith("</svg>")
 
 
@@ -266,7 +266,7 @@ def test_jobs_of_two_clusters_or_users_have_nothing_to_do_with_each_other(tmp_pa
     path.write_text("\n".join([header, *rows]))
     found = judge(load(path), FREE)
     assert (found.runs, found.failures, found.left) == (2, (), 1)
-    ours = judged(tmp_path, row("7", "NODE_FAIL", 0, 10), row("7", "COMPLETED", 11, 20).replace("|ann|", "|bob|"))
+    ours = history_of(tmp_path, row("7", "NODE_FAIL", 0, 10), row("7", "COMPLETED", 11, 20).replace("|ann|", "|bob|"))
     assert (ours.runs, ours.failures, ours.left) == (2, (), 1)
     path.write_text("\n".join([header, *(line.replace("b|", "a|", 1) for line in rows)]))
     assert [failure.waited for failure in judge(load(path), FREE).failures] == [3600]

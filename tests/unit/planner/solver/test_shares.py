@@ -19,7 +19,7 @@ FACTORS = (0.0, 0.5, 0.95, 1.05, 1.25, 3.0, 1e3)
 
 
 def _table(draw: random.Random, sizes: range | list[int]) -> dict[int, float]:
-    """What a job does by size: by a power of it, or anything."""
+    """FLOP/s of a job by size: a power of it, or anything."""
     power = draw.choice((1.0, 1.0, 0.9, 0.5, None))
     return {size: 1e15 * (draw.uniform(0.2, 9.0) if power is None else size**power) for size in sizes}
 
@@ -53,7 +53,7 @@ def _cluster(draw: random.Random, plain: bool = False) -> Scenario:
     return Scenario(draw.randint(max(2, floor), 14), tuple(jobs), draw.choice((1000.0, 1000.0, 1.0)), 60.0)
 
 
-def _scaled(draw: random.Random, job: Job) -> Job:
+def _scale_rates(draw: random.Random, job: Job) -> Job:
     factor = draw.choice(FACTORS[1:])
     return replace(job, flops={size: rate * factor for size, rate in job.flops.items()})
 
@@ -91,7 +91,7 @@ def _larger_maximum(draw: random.Random, job: Job) -> Job:
 
 
 Lie = Callable[[random.Random, Job], Job]
-OF_NUMBERS: tuple[Lie, ...] = (_scaled, _one_entry, _other_table, _other_times, _larger_minimum, _smaller_maximum)
+OF_NUMBERS: tuple[Lie, ...] = (_scale_rates, _one_entry, _other_table, _other_times, _larger_minimum, _smaller_maximum)
 OF_SIZES: tuple[Lie, ...] = (_smaller_minimum, _larger_maximum)
 
 
@@ -101,12 +101,12 @@ def _usable(job: Job, nodes: int) -> int:
 
 
 def _worth(truth: Scenario, owner: str, assignment: dict[str, int]) -> float:
-    """What the plan is truly worth to the owner: the sum of G."""
+    """The true worth of the plan to the owner: the sum of G."""
     return sum(truth.g(job, _usable(job, assignment[job.name])) for job in truth.owners[owner])
 
 
-def _solved(scenario: Scenario, known: dict[tuple, dict[str, int]]) -> tuple[dict[str, int], dict[str, int]]:
-    """What `solve` gives, without the words; what the same jobs get of as many nodes is worked out once."""
+def _assignments(scenario: Scenario, known: dict[tuple, dict[str, int]]) -> tuple[dict[str, int], dict[str, int]]:
+    """The result of `solve` without the words; what the same jobs get of as many nodes is computed once."""
 
     def assign(jobs, room):
         key = (room, *map(id, jobs))
@@ -118,13 +118,13 @@ def _solved(scenario: Scenario, known: dict[tuple, dict[str, int]]) -> tuple[dic
 
 
 def _gains(truth: Scenario, draw: random.Random, lies: tuple[Lie, ...]) -> str:
-    """What the owner of the first job gets by lies about all of its jobs that honesty does not give; empty if
+    """The gain that the owner of the first job has by lies about all of its jobs that honesty does not give; empty if
     nothing."""
     owner = draw.choice(list(truth.owners))
     said = replace(truth, jobs=tuple(draw.choice(lies)(draw, job) if job.owner == owner else job for job in truth.jobs))
     known: dict[tuple, dict[str, int]] = {}
-    honest, shares = _solved(truth, known)
-    lied, _ = _solved(said, known)
+    honest, shares = _assignments(truth, known)
+    lied, _ = _assignments(said, known)
     now, then = _worth(truth, owner, honest), _worth(truth, owner, lied)
     if then > now + 1e-9 * (abs(now) + 1e15):
         return f"worth {now:g} to {then:g}"
@@ -198,7 +198,7 @@ def test_many_jobs_have_the_share_of_one() -> None:
 
 
 def test_a_small_job_of_much_weight_raises_no_others_share() -> None:
-    """Of weight 4 is one node, so the other job of its owner has as much as the victim's."""
+    """One node is of weight 4, so the other job of its owner has as much as the victim's."""
     jobs = (_linear("v", "victim"), _linear("m", "mallory"), _linear("n", "mallory", most=1, weight=4.0))
     found = solve(Scenario(9, jobs)).assignment
     assert found["v"] == 4 and found["n"] == 1
@@ -217,7 +217,7 @@ def test_a_fraction_of_a_node_disturbs_nobody() -> None:
 
 
 def test_a_job_that_declines_a_node_leaves_it_to_the_one_that_has_it() -> None:
-    """Of 1,999 nodes each has 999.5 by weight; the one more would not pay for its transition."""
+    """Each has 999.5 of 1,999 nodes by weight; the one more would not pay for its transition."""
     table = {n: 1e15 * n for n in range(1, 1002)}
     jobs = (Job("a", table, nodes=1001, owner="a"), Job("b", table, nodes=998, owner="b"))
     plan = solve(Scenario(1999, jobs, transition_seconds=60.0))

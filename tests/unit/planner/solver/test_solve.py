@@ -200,7 +200,7 @@ def test_block_kernel_equals_the_definition(nodes, values):
     st.integers(0, 90),
 )
 def test_leaving_out_pairs_of_too_much_slack(entries, slacks, gap):
-    """Where an entry and a size are within the gap together, their sum is in the table; nothing is invented."""
+    """If an entry and a size are within the gap together, their sum is in the table; nothing is invented."""
     table, slack = tables.np.array(entries) * -1000, tables.np.array(slacks)
     row = Row(tables.np.arange(len(slacks)), slack * -1000)
     names = ("DENSE", "STATE_COST", "SPARSE")

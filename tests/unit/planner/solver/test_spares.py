@@ -1,4 +1,4 @@
-"""What hot spares are worth, and that the plan weighs them against what their nodes would bring elsewhere."""
+"""The worth of hot spares, and that the plan weighs them against what their nodes would bring elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def linear(nodes: int) -> dict[int, float]:
     return {count: 1e15 * count for count in range(1, nodes + 1)}
 
 
-def expected(flops: dict[int, float], members: int, spares: int, mean: float) -> float:
+def mean_flops(flops: dict[int, float], members: int, spares: int, mean: float) -> float:
     """T on average, by the sum itself: n places are empty with Poisson's chance, the last one stands for all more."""
     chances = [math.exp(-mean) * mean**n / math.factorial(n) for n in range(members)]
     chances.append(1.0 - sum(chances))
@@ -33,10 +33,10 @@ def test_a_spare_is_worth_what_the_sum_says(members, spares, wait):
     flops = linear(members)
     found = worth(flops, members, spares, 1, MTBF, wait)
     mean = members * wait / (3600.0 * MTBF)
-    bare = expected(flops, members, 0, mean)
+    bare = mean_flops(flops, members, 0, mean)
     assert sorted(found) == [members + count for count in range(1, spares + 1)]
     for nodes, saved in found.items():
-        exact = expected(flops, members, nodes - members, mean) - bare
+        exact = mean_flops(flops, members, nodes - members, mean) - bare
         assert saved == pytest.approx(max(0.0, exact), abs=1e-6 * flops[members])
 
 

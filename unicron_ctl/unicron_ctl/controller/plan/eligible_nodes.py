@@ -44,9 +44,12 @@ class Ground:
 
     Parameters
     ----------
-    listing : Slurm's answer.
-    managed : The ids of the jobs of the plan.
-    now : Seconds since the epoch.
+    listing
+        Slurm's answer.
+    managed
+        The ids of the jobs of the plan.
+    now
+        Seconds since the epoch.
     """
 
     def __init__(self, listing: Listing, managed: Collection[str], now: float) -> None:

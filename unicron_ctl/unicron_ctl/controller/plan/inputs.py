@@ -22,8 +22,7 @@ from unicron_ctl.shared.slurm.squeue import nodes_of
 from unicron_ctl.shared.slurm.states import ENDED_BADLY, OCCUPIES
 from unicron_detector.words import plural
 from unicron_planner.problem.gpus import BEST
-from unicron_planner.solver.plan import flops_text
-from unicron_planner.solver.solve import Plan
+from unicron_planner.solver.plan import Plan, flops_text
 
 EVERYBODY = "all users"  # the only owner, if the FLOP/s of all jobs are compared
 MOST_TRIES = 4  # to start an element again that never gets an agent: its script may fail everywhere at once

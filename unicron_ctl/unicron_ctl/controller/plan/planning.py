@@ -15,7 +15,8 @@ from unicron_detector.words import plural
 from unicron_planner.ahead.lookahead import Keeper
 from unicron_planner.problem.objective import Job, Scenario
 from unicron_planner.problem.throughput import fit_flops
-from unicron_planner.solver.solve import Plan, best, by_owner, plan_of
+from unicron_planner.solver.plan import Plan, plan_of
+from unicron_planner.solver.solve import best, by_owner
 from unicron_planner.solver.spares import worth
 
 NOWHERE: Mapping[str, int] = {}

@@ -7,14 +7,14 @@ condition) are planned first, on these nodes alone, and the others on what is le
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from unicron_ctl.controller.plan.planning import JobInput
-from unicron_planner.solver.solve import Plan
+from unicron_planner.solver.plan import Plan
 
 Solve = Callable[[Sequence[JobInput], int, Mapping[str, int]], Plan]
-NOTHING = Plan({}, 0.0, 0.0, {}, 0)
 
 
 @dataclass(frozen=True)
@@ -94,19 +94,15 @@ def _share(pool: Pool, solve: Solve, elsewhere: Mapping[str, int]) -> Plan:
 
 def join_plans(parts: Sequence[Plan], nodes: int) -> Plan:
     """Joins the plans of different jobs. nodes: the number of nodes in all."""
-    whole = NOTHING
+    objective, waf = sum((part.objective for part in parts), 0.0), sum((part.waf for part in parts), 0.0)
+    assignment, reasons, layouts, shares = dict[str, int](), dict[str, str](), dict[str, str](), Counter[str]()
     for part in parts:
-        whole = Plan(
-            {**whole.assignment, **part.assignment},
-            whole.objective + part.objective,
-            whole.waf + part.waf,
-            {**whole.reasons, **part.reasons},
-            layouts={**whole.layouts, **part.layouts},
-            shares={
-                owner: whole.shares.get(owner, 0) + part.shares.get(owner, 0) for owner in whole.shares | part.shares
-            },
-        )
-    return replace(whole, spares=max(0, nodes - sum(whole.assignment.values())))
+        assignment |= part.assignment
+        reasons |= part.reasons
+        layouts |= part.layouts
+        shares.update(part.shares)
+    spares = max(0, nodes - sum(assignment.values()))
+    return Plan(assignment, objective, waf, reasons, spares, layouts, dict(shares))
 
 
 def crowd(pool: Pool, wanted: Mapping[str, int]) -> set[str]:

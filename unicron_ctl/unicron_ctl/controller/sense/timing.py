@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -286,11 +287,4 @@ def _slow(
 
 
 def _record(slow: Slow) -> records.JobDegraded:
-    return records.JobDegraded(
-        iteration=slow.iteration,
-        slot=slow.slot,
-        node=slow.node,
-        phase=slow.phase,
-        slowdown=slow.slowdown,
-        reason=slow.reason,
-    )
+    return msgspec.convert(slow, records.JobDegraded, from_attributes=True)

@@ -1,4 +1,4 @@
-"""What needs an admin is on record once, and so is its end."""
+"""A need for an admin is on record once, and so is its end."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def lost_node(**settings) -> tuple[World, FakeSlurm]:
     return world, slurm
 
 
-def listed(world: World, node: str) -> dict:
+def row_of(world: World, node: str) -> dict:
     show([status_tables.nodes(visible_nodes(world.core, EVERYBODY))])
     return next(item for item in told(world.core, "nodes") if item["node"] == node)
 
@@ -111,10 +111,10 @@ def test_a_node_comes_back_with_its_passed_checks() -> None:
     world, slurm = lost_node()
     tell(world, "n1", "good")  # others report, so it is waited for
     world.run(5.0)
-    assert slurm.node_states["n2"] == {"DOWN"} and "waiting for one" in listed(world, "n2")["admission"]
+    assert slurm.node_states["n2"] == {"DOWN"} and "waiting for one" in row_of(world, "n2")["admission"]
     tell(world, "n2", "good")
     world.run(2.0)
-    node = listed(world, "n2")
+    node = row_of(world, "n2")
     assert slurm.node_states["n2"] == {"IDLE"} and not node["unverified"] and node["health"]["verdict"] == "good"
     assert "passed the admission checks" in next(e for e in world.log if e.kind == "node_resumed").record.reason
     world.check_replay()
@@ -126,7 +126,7 @@ def test_a_node_that_is_proven_bad_stays_down_until_it_is_mended() -> None:
     world.run(100.0)
     assert slurm.node_states["n2"] == {"DOWN"}
     assert len([e for e in world.log if e.kind == "admission_waits"]) == 1
-    assert "memory: 7 of 8 GB" in listed(world, "n2")["admission"]
+    assert "memory: 7 of 8 GB" in row_of(world, "n2")["admission"]
     tell(world, "n2", "good")
     world.run(2.0)
     assert slurm.node_states["n2"] == {"IDLE"}
@@ -139,25 +139,25 @@ def test_without_a_report_in_time_it_comes_back_unverified() -> None:
     world.run(8.0)
     assert slurm.node_states["n2"] == {"DOWN"}
     world.run(4.0)
-    assert slurm.node_states["n2"] == {"IDLE"} and listed(world, "n2")["unverified"]
+    assert slurm.node_states["n2"] == {"IDLE"} and row_of(world, "n2")["unverified"]
     tell(world, "n2", "good")
-    assert not listed(world, "n2")["unverified"]
+    assert not row_of(world, "n2")["unverified"]
     world.check_replay()
 
 
 def test_required_checks_are_waited_for() -> None:
     world, slurm = lost_node(admission="require")
     world.run(200.0)
-    assert slurm.node_states["n2"] == {"DOWN"} and 'admission = "require"' in listed(world, "n2")["admission"]
+    assert slurm.node_states["n2"] == {"DOWN"} and 'admission = "require"' in row_of(world, "n2")["admission"]
 
 
 def test_what_is_set_down_is_a_suspect_until_a_paired_test_clears_it() -> None:
     world, _ = lost_node()
-    assert listed(world, "n2")["suspect"] == "unicron[node_problem]: lost" and not listed(world, "n1")["suspect"]
+    assert row_of(world, "n2")["suspect"] == "unicron[node_problem]: lost" and not row_of(world, "n1")["suspect"]
     tell(world, "n2", "good")
-    assert listed(world, "n2")["suspect"], "checks of the node alone do not clear it"
+    assert row_of(world, "n2")["suspect"], "checks of the node alone do not clear it"
     tell(world, "n2", "good", source="pair-test")
-    node = listed(world, "n2")
+    node = row_of(world, "n2")
     assert not node["suspect"] and node["pair_test"]["verdict"] == "good" and node["health"]["source"] == "interval"
     world.check_replay()
 
@@ -168,9 +168,9 @@ def test_two_moments_of_hardware_faults_make_a_suspect() -> None:
     for ago, shown in ((100.0, False), (50.0, True)):
         fault = Fault(world.now - ago, "1", 0, "n1", "gpu_lost", "hardware", Severity.SEV2)
         world.core.state.history.record(fault, State.RESTARTING)
-        assert bool(listed(world, "n1")["suspect"]) == shown
+        assert bool(row_of(world, "n1")["suspect"]) == shown
     tell(world, "n1", "good", source="pair-test")
-    assert not listed(world, "n1")["suspect"] and listed(world, "n1")["health"] is None
+    assert not row_of(world, "n1")["suspect"] and row_of(world, "n1")["health"] is None
 
 
 def test_the_log_holds_news_only() -> None:
@@ -180,7 +180,7 @@ def test_the_log_holds_news_only() -> None:
         world.run(60.0)
         tell(world, "n1", verdict, f"took {number}.5 s")
     assert [e.record.verdict for e in world.log if e.kind == "node_health"] == ["good", "bad", "good"]
-    assert listed(world, "n1")["health"]["at"] == world.core.now
+    assert row_of(world, "n1")["health"]["at"] == world.core.now
     with pytest.raises(answers.Unanswerable, match="no node 'n77'"):
         tell(world, "n77", "good")
 

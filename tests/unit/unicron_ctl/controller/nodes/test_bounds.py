@@ -1,4 +1,4 @@
-"""How much may be taken: pure."""
+"""Limits on what is taken: pure."""
 
 from __future__ import annotations
 
@@ -84,18 +84,18 @@ def test_a_refusal_is_recorded_once_a_minute():
     world.core.configure(ControllerConfig(max_holds_per_minute=1), world.core.classifier)
     asked = [Action("hold", "1", e, "", "") for e in range(3)]
 
-    def recorded() -> int:
+    def refusals_recorded() -> int:
         out = Outcome()
         kept = within_limits(world.core.view, asked, out)
         assert len(kept) == 1
         assert all(generation == 0 and "1 element was held" in record.reason for _, generation, record in out.records)
         return len(out.records)
 
-    assert recorded() == 1
+    assert refusals_recorded() == 1
     world.core.state.withheld_takes["hold 1"] = Mark(world.now - 59.0, "why")
-    assert recorded() == 0
+    assert refusals_recorded() == 0
     world.core.state.withheld_takes["hold 1"] = Mark(world.now - 60.0, "why")
-    assert recorded() == 1
+    assert refusals_recorded() == 1
 
 
 def test_what_was_to_start_on_a_node_falls_with_the_element_that_stays():
@@ -122,8 +122,8 @@ def test_half_of_a_job_at_most(snapshot):
     assert "left a, b, c, d, e, f, g, h within" in left_too_many("1", list("abcdefghi"), ["x"], "y", CONFIG)
 
 
-class Counted(deque[Take]):
-    """It counts how many of it are looked at."""
+class CountingTakes(deque[Take]):
+    """Counts how many of its items are looked at."""
 
     looked = 0
 
@@ -136,7 +136,7 @@ class Counted(deque[Take]):
 def test_what_was_taken_before_is_counted_once_however_much_is_asked():
     world = World()
     at = world.now
-    world.core.state.taken = taken = Counted([Take(at, "hold", "1", e) for e in range(55)])
+    world.core.state.taken = taken = CountingTakes([Take(at, "hold", "1", e) for e in range(55)])
     taken.extend(Take(at, "requeue", "1", e) for e in range(5))
     world.core.configure(ControllerConfig(max_holds_per_minute=60, max_requeues_per_job=8), world.core.classifier)
     asked = [Action(name, "1", e, "", "") for e in range(100, 2100) for name in ("hold", "requeue", "pin")]

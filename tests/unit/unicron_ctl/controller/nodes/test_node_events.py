@@ -1,4 +1,4 @@
-"""What nodes say of themselves, in the controller: which event does what to whom, and what it never does."""
+"""Events of nodes in the controller: their effects, and what they never do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Speaker:
     def __init__(self, agent: FakeAgent):
         self.agent, self.number = agent, 0
 
-    def say(self, text: str, source: str = "kernel", at: float | None = None, number: int | None = None) -> None:
+    def send(self, text: str, source: str = "kernel", at: float | None = None, number: int | None = None) -> None:
         self.number = number if number is not None else self.number + 1
         self.agent.world.to_core(
             self.agent,
@@ -52,7 +52,7 @@ def down(world: World) -> list[str]:
     return [call[3] for call in calls(world, "down", "drain")]
 
 
-def left(world: World) -> list[tuple[str, str]]:
+def nodes_left(world: World) -> list[tuple[str, str]]:
     """(job, node) that it was moved off."""
     return [(call[1], call[3]) for call in world.slurm.calls if call[0] == "requeue_hold"]
 
@@ -60,11 +60,11 @@ def left(world: World) -> list[tuple[str, str]]:
 def test_a_fatal_line_of_the_kernel_moves_its_job_off_the_node_and_leaves_the_node_in_service():
     world, agents = cluster()
     agents[1].silent = False
-    Speaker(agents[1]).say(GPU_LOST)
+    Speaker(agents[1]).send(GPU_LOST)
     world.run(0.5)
-    assert not left(world), "others may say the same: it is held for a moment"
+    assert not nodes_left(world), "others may say the same: it is held for a moment"
     world.run(1.5)
-    assert left(world) == [("1", "n2")] and not down(world), "an agent is its user's process"
+    assert nodes_left(world) == [("1", "n2")] and not down(world), "an agent is its user's process"
     assert world.slurm.queue["1", 1]["node"] == "n5"
     assert sorted(world.job().plan.members) == [0, 2, 3]
     (failure,) = world.job().failures
@@ -85,7 +85,7 @@ def test_a_fatal_line_of_the_kernel_moves_its_job_off_the_node_and_leaves_the_no
     agents[1].status(leaving="stopped by SIGTERM")  # Slurm ends what runs there
     agents[1].silent = True
     world.run(3)
-    assert len(world.job().failures) == 1 and left(world) == [("1", "n2")], "one event, one failure"
+    assert len(world.job().failures) == 1 and nodes_left(world) == [("1", "n2")], "one event, one failure"
     shown = next(node for node in told(world.core, "nodes") if node["node"] == "n2")
     assert shown["healthy"] and "fallen off the bus" in shown["suspect"]
     (item,) = attention(world.core.view)
@@ -102,18 +102,18 @@ def test_what_a_users_process_says_is_about_its_own_job_and_counts_once():
     other.ready()
     world.run(2)
     first, second = Speaker(agents[1]), Speaker(other)
-    first.say(PAGE_FAULT)
-    first.say(PAGE_FAULT, number=1)
+    first.send(PAGE_FAULT)
+    first.send(PAGE_FAULT, number=1)
     assert len(events(world, "node_event")) == 1
-    first.say(GPU_LOST)
+    first.send(GPU_LOST)
     world.run(2)
-    assert left(world) == [("1", "n2")] and not down(world)
+    assert nodes_left(world) == [("1", "n2")] and not down(world)
     assert {event.job for event in events(world, "failure_detected")} == {"1"}
     assert world.job("2").phase == "running" and world.slurm.queue["2", 0]["state"] == "RUNNING"
     other.die(0, -6)
     world.run(1)
     assert "Xid" not in world.job("2").failures[-1].record.reason, "nor does it explain what happens to others"
-    second.say(GPU_LOST)
+    second.send(GPU_LOST)
     world.run(2)
     assert {event.job for event in events(world, "failure_detected")} == {"1", "2"}, "each by its own word"
     world.check_replay()
@@ -127,7 +127,7 @@ def test_users_can_take_no_nodes_out_of_service_whatever_they_print():
         for agent in list(world.agents):
             if not agent.silent:
                 agent.set(agent.slots[0], fault=ecc)
-                Speaker(agent).say(GPU_LOST)
+                Speaker(agent).send(GPU_LOST)
             world.run(1)
         follow(world, "1", 8)
         world.run(3)
@@ -135,17 +135,17 @@ def test_users_can_take_no_nodes_out_of_service_whatever_they_print():
             if not agent.silent and agent.ranks[agent.slots[0]].state == "starting":
                 agent.ready()
     assert not down(world) and all("DOWN" not in states for states in world.slurm.node_states.values())
-    assert len(left(world)) <= world.config.max_requeues_per_job
+    assert len(nodes_left(world)) <= world.config.max_requeues_per_job
     world.check_replay()
 
 
 def test_what_many_nodes_of_a_job_say_at_once_moves_it_off_none(snapshot):
     world, agents = cluster(5)
     for agent in agents[:3]:
-        Speaker(agent).say(GPU_LOST)
+        Speaker(agent).send(GPU_LOST)
         world.run(0.2)
     world.run(3)
-    assert not left(world) and world.job().phase == "running" and not world.job().failures
+    assert not nodes_left(world) and world.job().phase == "running" and not world.job().failures
     verdicts = events(world, "node_verdict")
     assert [event.record.action for event in verdicts] == ["shared"] * 3
     assert verdicts[0].record.reason == snapshot
@@ -154,14 +154,14 @@ def test_what_many_nodes_of_a_job_say_at_once_moves_it_off_none(snapshot):
 
 def test_it_is_only_recorded_where_the_configuration_or_slurm_leaves_it_at_that(snapshot):
     world, agents = cluster(act_on_node_events=False)
-    Speaker(agents[1]).say(GPU_LOST)
+    Speaker(agents[1]).send(GPU_LOST)
     world.run(3)
-    assert not left(world) and not world.job().failures and world.job().phase == "running"
+    assert not nodes_left(world) and not world.job().failures and world.job().phase == "running"
     assert events(world, "node_event")[0].record.reason == snapshot
 
     alone = World()
     agent = alone.start_job(nodes=2)[1]
-    Speaker(agent).say(GPU_LOST)
+    Speaker(agent).send(GPU_LOST)
     alone.run(3)
     assert alone.job().phase == "running" and not alone.job().failures
     assert "no Slurm" in events(alone, "node_verdict")[0].record.reason
@@ -169,15 +169,15 @@ def test_it_is_only_recorded_where_the_configuration_or_slurm_leaves_it_at_that(
 
 def test_observe_mode_says_what_it_would_do():
     world, agents = cluster(observe=True)
-    Speaker(agents[1]).say(GPU_LOST)
+    Speaker(agents[1]).send(GPU_LOST)
     world.run(3)
-    assert not left(world) and world.job().phase == "running"
+    assert not nodes_left(world) and world.job().phase == "running"
     assert "would leave n2" in events(world, "node_verdict")[0].record.reason
 
 
 def test_a_wait_that_a_restart_interrupts_is_finished_by_the_next_controller():
     world, agents = cluster()
-    Speaker(agents[1]).say(GPU_LOST)
+    Speaker(agents[1]).send(GPU_LOST)
     state = replay(world.log)
     assert node_events.undecided_events(state.nodes) == {("n2", events(world, "node_event")[0].id)}
 
@@ -186,7 +186,7 @@ def test_a_line_about_a_process_explains_the_end_of_that_rank_and_no_other():
     world, agents = cluster()
     for agent in agents:
         agent.set(agent.slots[0], pid=4242 if agent is agents[1] else 100)
-    Speaker(agents[1]).say(PAGE_FAULT)
+    Speaker(agents[1]).send(PAGE_FAULT)
     assert not world.job().failures, "the line alone is no failure"
     world.run(0.5)
     agents[1].die(1, -6, last_line="terminate called")
@@ -206,7 +206,7 @@ def test_a_line_that_comes_after_the_end_of_the_rank_still_explains_it():
     agents[1].die(1, -9)
     world.run(0.3)
     assert world.job().failures[0].record.cause == "killed_from_outside"
-    Speaker(agents[1]).say(OOM, at=world.now - 0.4)
+    Speaker(agents[1]).send(OOM, at=world.now - 0.4)
     (failure,) = world.job().failures
     assert failure.record.cause == "host_out_of_memory" and "Killed process 4242" in failure.record.reason
     world.run(1)
@@ -227,23 +227,23 @@ def test_a_fatal_line_and_the_death_of_its_rank_are_one_failure_whichever_comes_
         world, agents = cluster()
         agents[1].set(1, pid=4242)
         if line_first:
-            Speaker(agents[1]).say(GPU_LOST)
+            Speaker(agents[1]).send(GPU_LOST)
             agents[1].die(1, 1, last_line="RuntimeError: CUDA error: unknown error")
         else:
             agents[1].die(1, 1, last_line="RuntimeError: CUDA error: unknown error")
-            Speaker(agents[1]).say(GPU_LOST)
+            Speaker(agents[1]).send(GPU_LOST)
         world.run(3)
         (failure,) = world.job().failures
         assert (failure.record.severity, failure.record.cause, failure.record.action) == (1, "gpu_lost", "isolate"), (
             line_first
         )
-        assert left(world) == [("1", "n2")] and not down(world)
+        assert nodes_left(world) == [("1", "n2")] and not down(world)
         world.check_replay()
 
 
 def test_a_link_flap_is_recorded_and_explains_the_collective_that_breaks_soon_after():
     world, agents = cluster()
-    Speaker(agents[1]).say("link ib0: link_downed rose by 1 within 5 s", source="link")
+    Speaker(agents[1]).send("link ib0: link_downed rose by 1 within 5 s", source="link")
     world.run(1)
     assert not world.job().failures and world.job().phase == "running" and not down(world)
     event = events(world, "node_event")[0].record
@@ -263,10 +263,10 @@ def test_a_link_flap_is_recorded_and_explains_the_collective_that_breaks_soon_af
 
 def test_an_unknown_line_or_a_strangers_word_does_nothing():
     world, agents = cluster()
-    Speaker(agents[1]).say("usb 1-1: new high-speed USB device number 2")
+    Speaker(agents[1]).send("usb 1-1: new high-speed USB device number 2")
     assert events(world, "node_event")[0].record.action == "report"
     stranger = FakeAgent(world, "1", 1, "n2", name="stranger")
-    Speaker(stranger).say(GPU_LOST)
+    Speaker(stranger).send(GPU_LOST)
     world.run(2)
     assert len(events(world, "node_event")) == 1 and not down(world)
 
@@ -275,11 +275,11 @@ def test_a_node_that_does_not_stop_talking_is_cut_short():
     world, agents = cluster()
     speaker = Speaker(agents[1])
     for number in range(200):
-        speaker.say(f"NVRM: Xid (PCI:0000:3b:00): 13, pid={number}, name=python")
+        speaker.send(f"NVRM: Xid (PCI:0000:3b:00): 13, pid={number}, name=python")
     assert len(events(world, "node_event")) == node_events.PER_MINUTE
     assert len(events(world, "node_events_dropped")) == 1
     world.run(61)
-    speaker.say(PAGE_FAULT)
+    speaker.send(PAGE_FAULT)
     assert len(events(world, "node_event")) == node_events.PER_MINUTE + 1
 
 
@@ -287,7 +287,7 @@ def test_senseless_numbers_and_texts_are_taken_without_harm():
     world, agents = cluster()
     speaker = Speaker(agents[1])
     for number, at in enumerate((float("nan"), float("inf"), -1e300)):
-        speaker.say(f"NVRM: Xid (PCI:0000:0{number}:00): 31, pid=999999999999999999999, \0 {'x' * 100_000}", at=at)
+        speaker.send(f"NVRM: Xid (PCI:0000:0{number}:00): 31, pid=999999999999999999999, \0 {'x' * 100_000}", at=at)
     agents[1].die(1, -6)
     world.run(1)
     assert all(len(event.record.text) <= node_events.TEXT_KEPT for event in events(world, "node_event"))
@@ -297,7 +297,7 @@ def test_senseless_numbers_and_texts_are_taken_without_harm():
 
 def test_nodes_shows_the_last_event():
     world, agents = cluster()
-    Speaker(agents[1]).say(PAGE_FAULT)
+    Speaker(agents[1]).send(PAGE_FAULT)
     listed = {node["node"]: node["last_event"] for node in told(world.core, "nodes")}
     assert listed["n2"]["cause"] == "illegal_memory_access" and listed["n1"] is None
 

@@ -20,10 +20,10 @@ def job(
     return JobInput(name, weight, 1, most, nodes, nodes if alive is None else alive, 1e9 * nodes, nodes, owner=owner)
 
 
-SETTLED = [job("a", 3, weight=2.0), job("b", 2)]
+BEFORE = [job("a", 3, weight=2.0), job("b", 2)]
 
 
-def prepared(jobs: list[JobInput]) -> Iterator[Ahead]:
+def tables_for(jobs: list[JobInput]) -> Iterator[Ahead]:
     made = Ahead()
     try:
         made.prepare(jobs, {"a": 3, "b": 2}, 6, *RECKONING)
@@ -35,14 +35,14 @@ def prepared(jobs: list[JobInput]) -> Iterator[Ahead]:
 
 @pytest.fixture
 def ahead():
-    yield from prepared(SETTLED)
+    yield from tables_for(BEFORE)
 
 
 EVENTS = {
     ("lost", "a"): ([job("a", 3, 2, weight=2.0), job("b", 2)], 5),
     ("lost", "b"): ([job("a", 3, weight=2.0), job("b", 2, 1)], 5),
-    ("spare",): (SETTLED, 5),
-    ("join",): (SETTLED, 7),
+    ("spare",): (BEFORE, 5),
+    ("join",): (BEFORE, 7),
     ("finish", "b"): ([job("a", 3, weight=2.0)], 6),
 }
 
@@ -50,13 +50,13 @@ EVENTS = {
 @pytest.mark.parametrize("owners", ["one", "several"])
 @pytest.mark.parametrize("event", EVENTS, ids=" ".join)
 def test_a_known_event_is_looked_up_and_equals_solving(event: tuple[str, ...], owners: str) -> None:
-    def owned(jobs: list[JobInput]) -> list[JobInput]:
+    def with_owners(jobs: list[JobInput]) -> list[JobInput]:
         return [replace(job, owner=job.job) for job in jobs] if owners == "several" else jobs
 
-    before, (now, nodes) = owned(SETTLED), EVENTS[event]
-    now = owned(now)
+    before, (now, nodes) = with_owners(BEFORE), EVENTS[event]
+    now = with_owners(now)
     assert event_between({j.job: j for j in before}, 6, {j.job: j for j in now}, nodes) == event
-    for made in prepared(before):
+    for made in tables_for(before):
         plan, looked_up = made.plan(now, nodes, *RECKONING)
         assert looked_up and plan.assignment == planning.plan(now, nodes, *RECKONING).assignment
 
@@ -64,10 +64,10 @@ def test_a_known_event_is_looked_up_and_equals_solving(event: tuple[str, ...], o
 @pytest.mark.parametrize(
     ("jobs", "nodes"),
     [
-        ([*SETTLED, job("c", 0)], 6),  # a job that nobody knew of
-        ([replace(SETTLED[0], max_nodes=2), SETTLED[1]], 6),  # its size changed
-        ([job("a", 3, 0, weight=2.0), SETTLED[1]], 3),  # three nodes at once
-        (SETTLED, 9),
+        ([*BEFORE, job("c", 0)], 6),  # a job that nobody knew of
+        ([replace(BEFORE[0], max_nodes=2), BEFORE[1]], 6),  # its size changed
+        ([job("a", 3, 0, weight=2.0), BEFORE[1]], 3),  # three nodes at once
+        (BEFORE, 9),
     ],
 )
 def test_anything_else_is_solved(ahead: Ahead, jobs: list[JobInput], nodes: int) -> None:
@@ -86,7 +86,7 @@ def test_a_job_is_never_planned_away_by_a_look_up(ahead: Ahead) -> None:
 
 def test_small_drifts_of_speed_do_not_make_a_new_table(ahead: Ahead) -> None:
     before = ahead._keeper._wanted
-    ahead.prepare([replace(SETTLED[0], rate=SETTLED[0].rate * 1.01), SETTLED[1]], {"a": 3, "b": 2}, 6, *RECKONING)
+    ahead.prepare([replace(BEFORE[0], rate=BEFORE[0].rate * 1.01), BEFORE[1]], {"a": 3, "b": 2}, 6, *RECKONING)
     assert ahead._keeper._wanted is before
-    ahead.prepare([replace(SETTLED[0], rate=SETTLED[0].rate * 1.5), SETTLED[1]], {"a": 3, "b": 2}, 6, *RECKONING)
+    ahead.prepare([replace(BEFORE[0], rate=BEFORE[0].rate * 1.5), BEFORE[1]], {"a": 3, "b": 2}, 6, *RECKONING)
     assert ahead._keeper._wanted is not before

@@ -20,7 +20,7 @@ from unicron_ctl.shared.slurm.squeue import names_of, nodes_of
 
 
 # ---------------------------------------------------------------- how many
-def drawn(draw: random.Random) -> list[JobInput]:
+def random_jobs(draw: random.Random) -> list[JobInput]:
     """Up to three jobs with elements of one to three nodes."""
     found = []
     for name in "abc"[: draw.randint(1, 3)]:
@@ -38,7 +38,7 @@ def drawn(draw: random.Random) -> list[JobInput]:
 def test_a_plan_has_whole_elements_only():
     for seed in range(cases(500)):
         draw = random.Random(seed)
-        jobs = drawn(draw)
+        jobs = random_jobs(draw)
         room = sum(job.alive for job in jobs) + draw.randint(0, 5)
         given = plan(jobs, room, 1000.0, 5.0).assignment
         assert sum(given.values()) <= room
@@ -49,7 +49,7 @@ def test_the_best_of_whole_elements_is_chosen():
     """One owner's jobs of which none has a state to lose: everything tried."""
     for seed in range(cases(300)):
         draw = random.Random(seed)
-        jobs = [replace(job, owner="ann", trained=False) for job in drawn(draw)]
+        jobs = [replace(job, owner="ann", trained=False) for job in random_jobs(draw)]
         room = draw.randint(1, 9)
         best = brute_force(scenario(jobs, room, 1000.0, 5.0))[1]
         assert plan(jobs, room, 1000.0, 5.0).objective == pytest.approx(float(best), rel=1e-9), seed

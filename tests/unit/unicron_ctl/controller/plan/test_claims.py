@@ -11,8 +11,8 @@ import pytest
 from tests.support.processes import ROOT
 from tests.support.world import FakeAgent, FakeSlurm, World
 
-SEEN = ROOT / "docs" / "behaviour" / "slurm-jobs.toml"
-LEFT = "stopped by SIGTERM"
+LISTINGS = ROOT / "docs" / "behaviour" / "slurm-jobs.toml"
+LAST_WORD = "stopped by SIGTERM"
 
 
 class Site(World):
@@ -47,7 +47,7 @@ class Site(World):
             self.run(0.5)
             self.assigned.append(self.core.state.assignment["1"])
 
-    def cancel(self, *elements: int, leaving: str = LEFT) -> None:
+    def cancel(self, *elements: int, leaving: str = LAST_WORD) -> None:
         """Slurm ends elements of job 2. leaving: the last word of their agents, where they have one."""
         for agent in self.agents:
             if agent.job == "2" and agent.element in elements:
@@ -72,7 +72,7 @@ def at_once(site: Site) -> None:
     site.end(0, 1)
 
 
-def forgotten(site: Site) -> None:
+def slurm_forgets(site: Site) -> None:
     at_once(site)
     site.turns(1.0, "3")
     site.forget()
@@ -97,7 +97,7 @@ def one_still_saves(site: Site) -> None:
     site.end(1)
 
 
-def killed(site: Site) -> None:
+def agents_die(site: Site) -> None:
     site.cancel(0, 1, leaving="")
     site.run(1.0)
     site.end(0, 1)
@@ -116,7 +116,7 @@ def held_by_its_user(site: Site) -> None:
     site.slurm.schedule()
 
 
-WAYS = (at_once, forgotten, one_after_the_other, one_still_saves, killed, trained_to_the_end, held_by_its_user)
+WAYS = (at_once, slurm_forgets, one_after_the_other, one_still_saves, agents_die, trained_to_the_end, held_by_its_user)
 
 
 @pytest.mark.parametrize("ends", WAYS)
@@ -145,7 +145,7 @@ def test_a_node_that_another_users_job_is_leaving_is_as_good_as_free() -> None:
     assert set(site.assigned) == {3} and site.core.state.assignment["3"] == 2
 
 
-@pytest.mark.parametrize("seen", tomllib.loads(SEEN.read_text())["completing"], ids=lambda seen: seen["command"])
+@pytest.mark.parametrize("seen", tomllib.loads(LISTINGS.read_text())["completing"], ids=lambda seen: seen["command"])
 def test_an_element_that_slurm_requeues_keeps_its_place_while_it_completes(seen: dict[str, Any]) -> None:
     """Slurm counts a requeue at once, and shows the same state for what it requeues and what it cancels."""
     site = Site()
@@ -157,7 +157,7 @@ def test_an_element_that_slurm_requeues_keeps_its_place_while_it_completes(seen:
 
 
 def test_an_element_whose_agent_died_keeps_its_place_while_it_completes() -> None:
-    """It is started again."""
+    """Slurm starts it again."""
     site = Site()
     for agent in site.agents:
         if agent.job == "2":

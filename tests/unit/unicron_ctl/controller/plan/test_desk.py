@@ -33,8 +33,8 @@ def company() -> Company:
 
 
 # ---------------------------------------------------------------- when Slurm is asked
-def hurried(desk: Desk, **changes: Any) -> float:
-    """After how many seconds Slurm is asked, where something has changed."""
+def seconds_until_poll(desk: Desk, **changes: Any) -> float:
+    """Seconds until Slurm is asked, after a change."""
     for name, value in {"next_poll": NOW + 30.0, **changes}.items():
         setattr(desk, name, value)
     desk.hurry(NOW)
@@ -43,15 +43,15 @@ def hurried(desk: Desk, **changes: Any) -> float:
 
 def test_three_early_listings_are_asked_for_at_once_and_one_a_second_from_then_on():
     soon, desk = NOW + HURRY_SECONDS - NOW, Desk()
-    assert [hurried(desk) for _ in range(5)] == [soon, soon, soon, 1.0, 2.0]
+    assert [seconds_until_poll(desk) for _ in range(5)] == [soon, soon, soon, 1.0, 2.0]
     slow = Desk(took=0.5)  # as much of the time as five
-    assert [hurried(slow) for _ in range(2)] == [soon, 5.0]
+    assert [seconds_until_poll(slow) for _ in range(2)] == [soon, 5.0]
 
 
 def test_an_early_listing_is_paid_only_where_it_comes_earlier():
     desk = Desk()
-    assert hurried(desk, busy=True) == 30.0 and hurried(desk, busy=False, next_poll=NOW) == 0.0
-    assert hurried(desk, next_poll=NOW + HURRY_SECONDS) == NOW + HURRY_SECONDS - NOW
+    assert seconds_until_poll(desk, busy=True) == 30.0 and seconds_until_poll(desk, busy=False, next_poll=NOW) == 0.0
+    assert seconds_until_poll(desk, next_poll=NOW + HURRY_SECONDS) == NOW + HURRY_SECONDS - NOW
     assert desk.early.rest("", NOW) == 3.0
 
 
@@ -117,8 +117,8 @@ def test_a_job_that_has_ended_is_asked_about_for_a_minute_or_while_it_has_pendin
 
 
 # ---------------------------------------------------------------- jobs that are over
-def listed(company: Company, desk: Desk | None = None, asked_at: float = NOW - 1.0) -> Outcome:
-    """What follows from a fresh listing."""
+def take_listing(company: Company, desk: Desk | None = None, asked_at: float = NOW - 1.0) -> Outcome:
+    """The outcome of a fresh listing."""
     company.list_slurm(asked_at)
     assert company.view.slurm.seen is not None
     return before_planning(company.view, Desk() if desk is None else desk, company.view.slurm.seen)
@@ -147,7 +147,7 @@ def test_a_job_of_which_slurm_shows_nothing_is_over_after_a_while(company: Compa
         queue["3", 0] = {**entry, "state": state}
         company.agent(job="3").expired, job.submitted = not here, submitted
         desk = Desk(missing_since={"3": NOW - since, "no job": NOW})
-        ended = kinds(listed(company, desk), "job_ended")
+        ended = kinds(take_listing(company, desk), "job_ended")
         assert [(one.code, one.disowned) for one in ended] == ends * [(0, not submitted)]
         reasons += [one.reason for one in ended]
         assert ("3" in desk.missing_since) == (since <= GONE_SECONDS or ends), (state, here, submitted, since)
@@ -155,7 +155,7 @@ def test_a_job_of_which_slurm_shows_nothing_is_over_after_a_while(company: Compa
     assert reasons == snapshot
     company.agent(job="3").expired, job.submitted = True, 1.0
     desk = Desk()
-    assert not kinds(listed(company, desk), "job_ended") and desk.missing_since == {"3": NOW}
+    assert not kinds(take_listing(company, desk), "job_ended") and desk.missing_since == {"3": NOW}
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_job_that_slurm_has_ended_is_told_from_one_that_is_through(company: Co
     company.agent(job="3").expired, company.view.state.jobs["3"].submitted = True, 1.0
     company.view.state.jobs["3"].agents[0].gone = "stopped by SIGTERM"
     company.slurm.queue["3", 0].update(state=state)
-    (ended,) = kinds(listed(company, Desk(missing_since={"3": NOW - 20.0})), "job_ended")
+    (ended,) = kinds(take_listing(company, Desk(missing_since={"3": NOW - 20.0})), "job_ended")
     assert ended.code == code and (state in ended.reason) == bool(code)
 
 
@@ -182,7 +182,7 @@ def test_an_element_that_is_to_start_again_or_whose_end_is_not_judged_keeps_its_
         company.slurm.queue["3", 0].update(state=state)
         record.gone = gone
         desk = Desk(missing_since={"3": NOW - 20.0})
-        assert bool(kinds(listed(company, desk), "job_ended")) == over, (state, gone)
+        assert bool(kinds(take_listing(company, desk), "job_ended")) == over, (state, gone)
 
 
 def test_pending_elements_of_an_ended_job_are_cancelled_if_they_are_ours(company: Company):
@@ -199,7 +199,7 @@ def test_pending_elements_of_an_ended_job_are_cancelled_if_they_are_ours(company
         job.ended, job.submitted = Ending(0, "x" * 300, NOW - 5.0), submitted
         view.state.held = {("3", 0)} if ours else set()
         entry.update(state=state, node=None, reason="JobHeldAdmin" if held else "Priority", submitted=shown)
-        found = [action for action in actions(listed(company)) if action.job == "3"]
+        found = [action for action in actions(take_listing(company)) if action.job == "3"]
         assert [action.action for action in found] == cancelled * ["cancel"], (state, held, ours, submitted, shown)
         assert not found or len(found[0].reason) == 200
 

@@ -22,7 +22,7 @@ from unicron_ctl.shared.slurm.slurm_client import ElementInfo, NodeInfo, SlurmEr
 ADMIN = Asker(uid=0, admin=True)
 
 
-class Limited(FakeSlurm):
+class LimitedSlurm(FakeSlurm):
     """Job 1 may run `most` elements; more stay pending, for `reason`, whatever is pinned."""
 
     most, reason = 2, "QOSMaxJobsPerUserLimit"
@@ -43,7 +43,7 @@ class Limited(FakeSlurm):
                 e["reason"] = "Resources"
 
 
-class Watched(World):
+class CountingWorld(World):
     """Counts what Slurm is asked, and begins an agent on each element that runs."""
 
     def __init__(self, slurm: FakeSlurm, **settings: object) -> None:
@@ -79,9 +79,9 @@ class Watched(World):
 @pytest.mark.parametrize("reason", ["QOSMaxJobsPerUserLimit", "JobArrayTaskLimit", "Dependency", "PartitionDown"])
 def test_elements_that_cannot_start_are_neither_planned_for_nor_asked_to_start(reason: str) -> None:
     """Defect: with a QOS's limit there were 18 listings and 36 calls of scontrol a second."""
-    slurm = Limited(6)
+    slurm = LimitedSlurm(6)
     slurm.reason = reason
-    world = Watched(slurm)
+    world = CountingWorld(slurm)
     world.submit("1", 4)
     world.turns(8.0)
     world.asked.clear()
@@ -94,8 +94,8 @@ def test_elements_that_cannot_start_are_neither_planned_for_nor_asked_to_start(r
 
 
 def test_an_element_that_is_let_go_is_noticed_at_the_next_listing() -> None:
-    slurm = Limited(6)
-    world = Watched(slurm)
+    slurm = LimitedSlurm(6)
+    world = CountingWorld(slurm)
     world.submit("1", 4)
     world.turns(20.0)
     assert world.core.state.assignment["1"] == 2
@@ -111,7 +111,7 @@ def test_an_element_that_is_let_go_is_noticed_at_the_next_listing() -> None:
 
 
 def test_nodes_that_an_array_under_a_limit_cannot_use_go_to_others() -> None:
-    world = Watched(Limited(6))
+    world = CountingWorld(LimitedSlurm(6))
     world.submit("1", 4)
     world.turns(8.0)
     world.submit("2", 4)
@@ -132,7 +132,7 @@ def test_what_a_limit_keeps_from_starting_is_held_where_its_job_gives_up_nodes()
 
 
 def test_explain_and_status_name_the_reason_in_plain_words(snapshot: SnapshotAssertion) -> None:
-    world = Watched(Limited(6))
+    world = CountingWorld(LimitedSlurm(6))
     world.submit("1", 4)
     world.turns(8.0)
     said = told(world.core, "explain", ADMIN, job="1")
@@ -168,7 +168,7 @@ class Refusing(Deaf):
 
 @pytest.mark.parametrize("slurm", [Deaf, Refusing])
 def test_what_comes_to_nothing_is_asked_for_ever_more_seldom(slurm: type[FakeSlurm]) -> None:
-    world = Watched(slurm(6))
+    world = CountingWorld(slurm(6))
     world.submit("1", 4)
     world.turns(10.0)
     world.asked.clear()
@@ -182,7 +182,7 @@ def test_what_comes_to_nothing_is_asked_for_ever_more_seldom(slurm: type[FakeSlu
 
 
 def test_a_call_that_slurm_took_again_starts_from_the_beginning() -> None:
-    world = Watched(Refusing(6))
+    world = CountingWorld(Refusing(6))
     world.submit("1", 4)
     world.turns(60.0, 2.0)
     world.slurm.__class__ = FakeSlurm
@@ -193,7 +193,7 @@ def test_a_call_that_slurm_took_again_starts_from_the_beginning() -> None:
 
 def test_early_listings_are_few_whatever_the_cause() -> None:
     """Whatever asks for them: changes, hints, or actions that are through."""
-    world = Watched(FakeSlurm(2), slurm_poll_seconds=20.0)
+    world = CountingWorld(FakeSlurm(2), slurm_poll_seconds=20.0)
     world.submit("1", 2)
     world.run(1.0)
     world.polls.clear()
@@ -253,7 +253,7 @@ def test_nodes_that_are_switched_off_are_given_to_jobs_and_woken() -> None:
     for i in range(3, 9):
         slurm.node_states[f"n{i}"] = {"IDLE", "CLOUD", "POWERED_DOWN"}
     slurm.reasons = {}
-    world = Watched(slurm)
+    world = CountingWorld(slurm)
     world.slurm.submit("1", 8)
     world.follow(8)
     world.turns(20.0)
@@ -282,7 +282,7 @@ def test_nodes_that_are_awake_are_taken_first() -> None:
 
 def test_an_admin_is_called_when_slurm_gives_no_answer_for_long(snapshot: SnapshotAssertion) -> None:
     """Its programs hang, for one."""
-    world = Watched(FakeSlurm(2))
+    world = CountingWorld(FakeSlurm(2))
     world.run(2.0)
     world.slurm.refuse = (
         "scontrol --all: no answer from Slurm within 10 s, and its process does not end when it is killed"

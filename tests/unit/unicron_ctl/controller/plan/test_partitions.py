@@ -1,4 +1,4 @@
-"""What the admin allows in a partition, in the controller: who is healed, what Slurm is asked, whose hold is whose."""
+"""Permissions of a partition in the controller: who is healed, the requests to Slurm, whose hold is whose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from tests.support.questions import told
-from tests.support.scenarios import start, submit
+from tests.support.scenarios import restart_controller, start, submit
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.model.asker import EVERYBODY, NOBODY
@@ -43,7 +43,7 @@ def plan_of(world: World) -> dict[str, int]:
         ),
     ],
 )
-def test_nothing_is_asked_of_slurm_unless_all_partitions_of_the_job_act(partitions, facts) -> None:
+def test_nothing_is_asked_of_slurm_unless_the_admin_says_so(partitions, facts) -> None:
     world, slurm = world_of(2, **partitions)
     submit(world, "1", 3, **facts)
     world.run(4.0)
@@ -239,10 +239,7 @@ def test_what_was_held_here_is_released_here_also_after_a_restart_and_the_commen
     world.run(4.0)
     assert slurm.queue["1", 2]["reason"] == "JobHeldAdmin" and slurm.queue["1", 2]["comment"] == "mine"
     assert world.core.state.held == {("1", 2)}
-    world.restart()
-    for agent in world.agents:
-        agent.register()
-        agent.status()
+    restart_controller(world)
     slurm.node_states["n3"], slurm.starts["n3"] = {"IDLE"}, 1.0
     world.run(3.0)
     assert ("release", "1", 2, "n3") in slurm.calls and not world.core.state.held
@@ -273,10 +270,7 @@ def test_a_release_that_slurmctld_forgot_is_asked_for_again(restarted: bool) -> 
     assert slurm.queue["1", 2]["node"] == "n3" and not world.core.state.held
     slurm.queue["1", 2].update(before)  # as of the last time that its state was saved
     if restarted:
-        world.restart()
-        for agent in world.agents:
-            agent.register()
-            agent.status()
+        restart_controller(world)
     calls = len(slurm.calls)
     world.run(6.0)
     assert [event.kind for event in world.log].count("held_again") == 1

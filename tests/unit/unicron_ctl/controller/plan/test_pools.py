@@ -11,7 +11,7 @@ from tests.support.depth import cases
 from unicron_ctl.controller.plan import planning
 from unicron_ctl.controller.plan.planning import JobInput
 from unicron_ctl.controller.plan.pools import crowd, join_plans, plan, pools
-from unicron_planner.solver.solve import Plan
+from unicron_planner.solver.plan import Plan
 
 
 def _job(name: str, reach: str, nodes: int = 0, most: int = 8, weight: float = 1.0, spare: int = 0) -> JobInput:
@@ -32,15 +32,15 @@ def _matched(jobs: Sequence[JobInput], wanted: dict[str, int]) -> bool:
     owner: dict[str, str] = {}
     reach = {job.job: job.reach for job in jobs}
 
-    def take(job: str, seen: set[str]) -> bool:
+    def take_node(job: str, seen: set[str]) -> bool:
         for node in sorted(reach[job] - seen):
             seen.add(node)
-            if node not in owner or take(owner[node], seen):
+            if node not in owner or take_node(owner[node], seen):
                 owner[node] = job
                 return True
         return False
 
-    return all(take(job, set()) for job, count in wanted.items() for _ in range(count))
+    return all(take_node(job, set()) for job, count in wanted.items() for _ in range(count))
 
 
 def test_jobs_that_share_no_node_are_planned_apart() -> None:

@@ -1,4 +1,4 @@
-"""Where Slurm would start an element: partitions, GRES, features, reservations, and who is before it in the queue."""
+"""Nodes on which Slurm would start an element: partitions, GRES, features, reservations, and rivals in the queue."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_the_most_urgent_are_looked_at_first() -> None:
     assert _reach(_ground(*rivals, replace(RIVAL, excluded_nodes=frozenset({"n2"})))) == ["n2"]
 
 
-SIZED = replace(NODE, size=Size(cpus=8, sockets=2, cores=2, threads=2, memory=4000, to_give=3500, tmp=100))
+SIZED_NODE = replace(NODE, size=Size(cpus=8, sockets=2, cores=2, threads=2, memory=4000, to_give=3500, tmp=100))
 
 
 @pytest.mark.parametrize(
@@ -243,13 +243,13 @@ SIZED = replace(NODE, size=Size(cpus=8, sockets=2, cores=2, threads=2, memory=40
 )
 def test_a_node_is_large_enough(asked: Needs, fewer_than: str) -> None:
     why = f"with fewer than {fewer_than}" if fewer_than else ""
-    assert misfit(replace(ASK, asked=asked), SIZED, 1000.0) == why
+    assert misfit(replace(ASK, asked=asked), SIZED_NODE, 1000.0) == why
     assert misfit(replace(ASK, asked=asked), NODE, 1000.0) == "", "a size that Slurm did not say bars nothing"
 
 
 def test_where_slurm_deals_out_no_memory_only_the_nodes_own_counts(snapshot: SnapshotAssertion) -> None:
     """Seen in all releases with CR_Core: 4 CPUs of 300 MB each start on a node of 1000 MB, 1500 MB for it do not."""
-    node = replace(SIZED, size=replace(SIZED.size, memory=1000, to_give=None))
+    node = replace(SIZED_NODE, size=replace(SIZED_NODE.size, memory=1000, to_give=None))
     assert misfit(replace(ASK, asked=Needs(cpus=4, memory=300, in_all=1200, per_cpu=300)), node, 0.0) == ""
     assert misfit(replace(ASK, asked=Needs(memory=1500, in_all=1500)), node, 0.0) == snapshot
 

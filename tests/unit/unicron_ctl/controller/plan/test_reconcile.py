@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.scenarios import arrays, boundary, follow, power_off, ready, start
+from tests.support.scenarios import arrays, boundary, follow, grow_back, power_off, ready, start
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.plan import inputs
 from unicron_ctl.controller.plan.eligible_nodes import Ground
-from unicron_ctl.controller.plan.slurm_actions import RETRY_SECONDS, RetryState
+from unicron_ctl.controller.plan.slurm_actions import RETRY_SECONDS
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.slurm.slurm_client import MOST_CHARACTERS, SlurmError
 
@@ -25,9 +25,7 @@ def test_a_lost_node_is_set_down_and_its_element_goes_to_the_spare(snapshot):
     assert ("pin", "1", 1, "n4") in slurm.calls
     assert slurm.queue["1", 1]["node"] == "n4"
     assert world.job().plan.members == [0, 2], "the survivors did not wait for Slurm"
-    start(world, "1", 3)
-    world.run(0.6)
-    boundary(world, 0.0)
+    grow_back(world, seconds=0.6)
     assert sorted(world.job().members) == [0, 1, 2]
     failure = world.job().failures[-1]
     assert failure.record.severity == 1 and failure.restored_at and len(failure.actions) == 2
@@ -150,30 +148,6 @@ def test_a_node_that_comes_back_where_the_admin_observes_is_used_as_slurm_gives_
     assert sorted(world.job().members) == [0, 1, 2]
 
 
-def test_of_a_job_that_is_over_nothing_is_kept():
-    world = World(FakeSlurm(2))
-    world.slurm.submit("1", 2)
-    for agent in world.start_job(nodes=2):
-        agent.status(leaving="stopped by SIGTERM")
-        agent.silent = True
-    world.slurm.queue.clear()
-    world.run(5.0)
-    assert world.core.slurm.missing_since and not world.job().ended
-    world.run(15.0)
-    assert world.job().ended and not world.core.slurm.missing_since
-
-
-def test_what_slurm_refused_and_jobs_that_are_over_are_forgotten() -> None:
-    """Defect: both were kept for as long as the controller ran."""
-    world = World(FakeSlurm(2))
-    world.run(2.0)
-    desk = world.core.slurm
-    desk.retries.states[("1", 0), "hold"] = RetryState((), 1, world.now, refused=True)
-    desk.missing_since["no job"] = world.now
-    world.run(RETRY_SECONDS + 2.0)
-    assert not desk.retries.states and not desk.missing_since
-
-
 def test_what_comes_before_a_refused_action_is_not_done_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Defect: a release was refused, and the pin before it was asked for in every turn: 20 calls of Slurm a second."""
     world, slurm = arrays(4, ("1", 3, 1.0))
@@ -228,22 +202,22 @@ def test_ever_other_texts_of_a_slurm_that_fails_are_told_once_a_minute():
     """Defect: each text that differed from the last went into the log, in full, at every poll."""
     world, slurm = arrays(3, ("1", 3, 1.0))
 
-    def told() -> list[str]:
+    def errors_logged() -> list[str]:
         return [event.record.reason for event in world.log if event.kind == "slurm_error"]
 
     for number in range(30):
         slurm.refuse = f"squeue: problem {number}"
         world.run(1.0)
-    assert len(told()) == 1 and world.core.view.slurm.error.startswith("squeue: problem")
+    assert len(errors_logged()) == 1 and world.core.view.slurm.error.startswith("squeue: problem")
     for number in range(60):
         slurm.refuse = f"squeue: other problem {number}"
         world.run(1.0)
-    assert len(told()) == 2 and "other" in told()[1]
+    assert len(errors_logged()) == 2 and "other" in errors_logged()[1]
     slurm.refuse = ""
     world.run(3.0)
     slurm.refuse = "squeue: again"
     world.run(3.0)
-    assert told()[2:] == ["squeue: again"], "another outage is told at once"
+    assert errors_logged()[2:] == ["squeue: again"], "another outage is told at once"
 
 
 def test_no_text_of_a_record_is_longer_than_it_may_be():

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from tests.support.scenarios import boundary, start, submit
 from tests.support.scenarios import element_row as element
+from tests.support.scenarios import grow_back, restart_controller, submit
 from tests.support.scenarios import labels as said
 from tests.support.scenarios import node_row as node
 from tests.support.world import FakeAgent, FakeSlurm, World
@@ -20,7 +20,7 @@ from unicron_ctl.shared.settings.partitions import PartitionConfig
 from unicron_ctl.shared.slurm import pending_reasons
 
 
-def _lost(nodes: int, unfit: str, **facts: str) -> tuple[World, FakeSlurm, FakeAgent]:
+def _job_without_its_node(nodes: int, unfit: str, **facts: str) -> tuple[World, FakeSlurm, FakeAgent]:
     """A job of two elements of which one has lost its node, where Slurm starts nothing of it on the nodes `unfit`."""
     slurm = FakeSlurm(nodes)
     world = World(slurm, observe=None, partitions={"default": PartitionConfig(mode="act")})
@@ -32,28 +32,28 @@ def _lost(nodes: int, unfit: str, **facts: str) -> tuple[World, FakeSlurm, FakeA
     return world, slurm, first
 
 
-def _pins(slurm: FakeSlurm, since: int = 0) -> list[str]:
-    return [call[3] for call in slurm.calls[since:] if call[0] == "pin" and call[1:3] == ("1", 0)]
+def _pins(slurm: FakeSlurm) -> list[str]:
+    return [call[3] for call in slurm.calls if call[0] == "pin" and call[1:3] == ("1", 0)]
 
 
-def _explained(world: World) -> str:
+def _bounds_text(world: World) -> str:
     return answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY).bounds  # type: ignore[arg-type]
 
 
 def test_another_node_is_taken_and_the_first_one_is_not_tried_again(snapshot: SnapshotAssertion) -> None:
     """Defect: the element waited for ever for the node that it could not have, while another one was idle."""
-    world, slurm, _ = _lost(4, "n3")
+    world, slurm, _ = _job_without_its_node(4, "n3")
     world.run(8.0)
     assert slurm.queue["1", 0]["node"] == "n4" and _pins(slurm) == ["n3", "n4"]
     refused = [event.record for event in world.log if event.kind == "unpinned" and event.record.node]
     assert [(record.node, record.said) for record in refused] == [("n3", "BadConstraints")]
-    assert [_explained(world), refused[0].reason] == snapshot
+    assert [_bounds_text(world), refused[0].reason] == snapshot
     world.check_replay()
 
 
 def test_what_slurm_says_of_the_node_before_is_no_word_on_the_next_one() -> None:
     """Defect: while scontrol took its time to name n4, the reason that Slurm gave for n3 was held against n4, too."""
-    world, slurm, _ = _lost(4, "n3")
+    world, slurm, _ = _job_without_its_node(4, "n3")
     own, late = slurm.pin, list[tuple[str, int, str | None]]()
     slurm.pin = lambda *call: late.append(call) if call[2] == "n4" else own(*call)  # type: ignore[method-assign]
     world.run(8.0)
@@ -66,14 +66,10 @@ def test_what_slurm_says_of_the_node_before_is_no_word_on_the_next_one() -> None
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_without_another_node_the_pin_is_taken_back(restarted: bool) -> None:
-    world, slurm, _ = _lost(3, "n3")
+    world, slurm, _ = _job_without_its_node(3, "n3")
     world.run(8.0)
     if restarted:
-        world.restart()
-        for agent in world.agents:
-            if not agent.silent:
-                agent.register()
-                agent.status()
+        restart_controller(world)
         world.run(4.0)
     assert _pins(slurm) == ["n3", ""] and slurm.queue["1", 0]["pin"] is None
     assert ("1", 0) not in world.core.state.pins and world.core.view.refused_nodes(world.job()) == {
@@ -84,15 +80,14 @@ def test_without_another_node_the_pin_is_taken_back(restarted: bool) -> None:
     before = len(slurm.calls)
     world.run(30.0)
     assert slurm.queue["1", 0]["node"] == "n1", (slurm.calls[before:], slurm.queue["1", 0])
-    start(world, "1", 2)
-    world.run(4.0)
-    boundary(world)
+    grow_back(world, count=2, seconds=4.0)
+    world.run(0.3)
     assert world.job().phase == "running" and set(world.job().members) == {0, 1}
     world.check_replay()
 
 
 def test_it_is_tried_again_after_a_time() -> None:
-    world, slurm, _ = _lost(3, "n3")
+    world, slurm, _ = _job_without_its_node(3, "n3")
     world.run(8.0)
     slurm.unfit.clear()
     world.core.state.jobs["1"].refused["n3"] = replace(world.core.state.jobs["1"].refused["n3"], until=world.now + 2.0)
@@ -112,7 +107,7 @@ def test_it_is_tried_again_after_a_time() -> None:
     ],
 )
 def test_what_a_refusal_says_of_the_node(unfit: str, refusal: str, state: str, pins: list[str], refused: dict) -> None:
-    world, slurm, _ = _lost(4, unfit, **({} if refusal else {"partition": "main,other"}))
+    world, slurm, _ = _job_without_its_node(4, unfit, **({} if refusal else {"partition": "main,other"}))
     slurm.refusal, slurm.node_states["n3"] = refusal, {state}
     world.run(20.0)
     if refusal == "Resources" and state == "IDLE":

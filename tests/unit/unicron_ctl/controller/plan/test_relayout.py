@@ -84,10 +84,10 @@ class Stage:
             agent.silent = agent.silent or agent.node == node
         self.world.run(4.0)
 
-    def told(self, kind: type) -> list[wire.Message]:
+    def messages(self, kind: type) -> list[wire.Message]:
         return [message for _, message in self.world.sent if isinstance(message, kind)]
 
-    def chosen(self) -> list[str]:
+    def layouts_chosen(self) -> list[str]:
         return [event.record.layout for event in self.world.log if isinstance(event.record, records.LayoutChosen)]
 
     def status(self) -> dict:
@@ -98,7 +98,7 @@ def test_a_job_begins_in_the_best_of_its_layouts(snapshot):
     stage = Stage()
     assert (stage.job.phase, stage.job.layout, stage.job.plan.replica) == ("running", "TP2", 2)
     assert stage.job.plan.members == [0, 1]
-    assert {message.layout for message in stage.told(wire.Welcome)} == {"TP2"}
+    assert {message.layout for message in stage.messages(wire.Welcome)} == {"TP2"}
     assert stage.world.core.state.layouts == {"1": "TP2"}
     assert stage.status().layouts == ["TP2", "TP1"] and stage.status().layout == "TP2"
     assert status_tables.replicas(stage.status()) == snapshot
@@ -117,7 +117,7 @@ def test_what_a_loss_leaves_goes_on_in_another_layout(snapshot):
     stage.power_off("n2")
     stage.world.run(2.0)
     assert (stage.job.layout, stage.job.phase) == ("TP1", "forming")
-    (start,) = [message for message in stage.told(wire.StartRank) if message.slot == 0]
+    (start,) = [message for message in stage.messages(wire.StartRank) if message.slot == 0]
     assert start.layout == "TP1"
     stage.ready()
     stage.world.run(3.0)
@@ -142,7 +142,7 @@ def test_with_a_spare_it_stays_as_it_is():
         stage.ready()
         stage.world.run(3.0)
     assert (stage.job.layout, stage.job.phase, stage.job.plan.replica) == ("TP2", "running", 2)
-    assert stage.chosen() == ["TP2"]
+    assert stage.layouts_chosen() == ["TP2"]
 
 
 def test_who_is_missing_is_waited_for_as_long_as_the_work_is_worth():
@@ -167,7 +167,7 @@ def test_without_checkpoints_nobody_throws_away_what_was_trained(snapshot):
     stage.world.check_replay()
 
 
-def grown() -> Stage:
+def grown_stage() -> Stage:
     """Two nodes of four are there; a third comes, and TP2 can make no use of it."""
     stage = Stage(nodes=2, elements=4)
     stage.train(4)
@@ -179,12 +179,12 @@ def grown() -> Stage:
 
 
 def test_a_better_layout_waits_for_its_nodes_and_then_all_save_and_start_again(snapshot):
-    stage = grown()
+    stage = grown_stage()
     assert stage.world.core.state.layouts == {"1": "TP1"} and stage.job.relayout == "", "its node has no agent yet"
     assert status_tables.replicas(stage.status()) == snapshot
     stage.follow()
     stage.world.run(2.0)
-    saving = [message for message in stage.told(wire.StopRank) if message.save]
+    saving = [message for message in stage.messages(wire.StopRank) if message.save]
     assert {message.slot for message in saving} == {0, 1}, "who has no state is only started again"
     assert stage.job.layout == "TP1" and stage.agents()[0].saved == stage.job.iteration + 1
     stage.ready()
@@ -193,13 +193,13 @@ def test_a_better_layout_waits_for_its_nodes_and_then_all_save_and_start_again(s
     assert not stage.job.failures
     stage.train(1)
     stage.world.run(5.0)
-    assert stage.chosen() == ["TP2", "TP1"], "and so it stays"
+    assert stage.layouts_chosen() == ["TP2", "TP1"], "and so it stays"
     stage.world.check_replay()
 
 
 def test_ranks_that_stopped_in_a_step_go_on_as_they_are_first():
     """Some may have the state before it and some that after it: what they wrote would be neither."""
-    stage = grown()
+    stage = grown_stage()
     for agent in stage.agents().values():
         agent.prompt = False
     stage.follow()
@@ -211,20 +211,20 @@ def test_ranks_that_stopped_in_a_step_go_on_as_they_are_first():
     for agent in stage.agents().values():
         agent.prompt = True
     stage.world.run(0.2)
-    assert stage.chosen() == ["TP2"] and stage.job.generation > generation
+    assert stage.layouts_chosen() == ["TP2"] and stage.job.generation > generation
     assert stage.job.relayout == "TP1", "it is still wanted"
     stage.world.check_replay()
 
 
 def test_who_cannot_save_is_ended_when_the_time_is_over(monkeypatch):
     monkeypatch.setattr(transitions, "SAVE_SECONDS", 15.0)
-    stage = grown()
+    stage = grown_stage()
     for agent in stage.world.agents:
         agent.can_save = False
     stage.follow()
     stage.world.run(5.0)
     assert stage.agents()[0].ranks[0].state == "stopped"
-    assert not stage.told(wire.StartRank), "nobody begins from what is not whole yet"
+    assert not stage.messages(wire.StartRank), "nobody begins from what is not whole yet"
     stage.world.run(15.0)
     stage.ready()
     stage.world.run(3.0)
@@ -232,7 +232,7 @@ def test_who_cannot_save_is_ended_when_the_time_is_over(monkeypatch):
 
 
 def test_a_new_controller_goes_on_where_the_one_before_was():
-    stage = grown()
+    stage = grown_stage()
     for agent in stage.world.agents:
         agent.can_save = False
     stage.follow()

@@ -16,7 +16,7 @@ from unicron_ctl.shared.protocol import datagrams, wire
 from unicron_ctl.shared.settings.partitions import PartitionConfig
 from unicron_ctl.shared.slurm.slurm_client import Site
 
-GIVEN = ("shrink", "1", 0, "n3")
+SHRINK_N3 = ("shrink", "1", 0, "n3")
 
 
 def start(
@@ -47,7 +47,7 @@ def compete(world: World, weight: float = 9.0, elements: int = 2) -> None:
     world.run(3.0)
 
 
-def asked(world: World) -> list[tuple]:
+def shrink_calls(world: World) -> list[tuple]:
     return calls(world, "shrink")
 
 
@@ -55,7 +55,7 @@ def ordered_to_end(agent: FakeAgent) -> bool:
     return any(isinstance(message, wire.End) and message.code == 0 for message in agent.heard)
 
 
-def leave(world: World, agent: FakeAgent, hint: bool = True) -> None:
+def end_agent(world: World, agent: FakeAgent, hint: bool = True) -> None:
     """The agent obeys and says so; then the plugin says that its task has ended."""
     assert ordered_to_end(agent)
     agent.status(leaving="finished")
@@ -70,15 +70,15 @@ def test_a_node_is_given_back_once_its_ranks_and_its_agent_have_left():
     world, agents = start()
     compete(world)
     assert world.core.state.assignment == {"1": 2, "2": 2} and world.job().leaving == [2]
-    assert not asked(world) and not ordered_to_end(agents[2]), "it still trains"
+    assert not shrink_calls(world) and not ordered_to_end(agents[2]), "it still trains"
     boundary(world, 1.5)
-    assert set(world.job().members) == {0, 1} and not asked(world), "its task would be killed, and srun fail"
-    leave(world, agents[2])
-    assert asked(world) == [GIVEN] and world.slurm.queue["1", 0]["node"] == "n1,n2"
+    assert set(world.job().members) == {0, 1} and not shrink_calls(world), "its task would be killed, and srun fail"
+    end_agent(world, agents[2])
+    assert shrink_calls(world) == [SHRINK_N3] and world.slurm.queue["1", 0]["node"] == "n1,n2"
     assert world.slurm.queue["2", 1]["node"] == "n3"
     world.run(90.0)
     job = world.job()
-    assert asked(world) == [GIVEN] and set(job.members) == {0, 1} and not job.failures
+    assert shrink_calls(world) == [SHRINK_N3] and set(job.members) == {0, 1} and not job.failures
     assert job.nodes == ["n1", "n2", "n3"], "the others keep their numbers"
     assert job.allotted == [0, 1] and job.shrunk == 1
     assert "down to 2" in told(world.core, "explain", job="1")["bounds"]
@@ -89,11 +89,11 @@ def test_without_the_plugin_a_node_waits_for_what_its_agent_may_still_write():
     world, agents = start()
     compete(world)
     boundary(world, 1.5)
-    leave(world, agents[2], hint=False)
+    end_agent(world, agents[2], hint=False)
     world.run(ENDS_SECONDS - 10.0)
-    assert not asked(world)
+    assert not shrink_calls(world)
     world.run(15.0)
-    assert asked(world) == [GIVEN]
+    assert shrink_calls(world) == [SHRINK_N3]
 
 
 def test_the_node_of_the_batch_script_stays_and_all_others_may_go_at_once():
@@ -101,10 +101,10 @@ def test_the_node_of_the_batch_script_stays_and_all_others_may_go_at_once():
     compete(world, elements=3)
     assert world.job().leaving == [2, 3]
     boundary(world, 1.5)
-    leave(world, agents[3])
-    assert not asked(world), "without slurmdbd Slurm does it only once"
-    leave(world, agents[2])
-    assert asked(world) == [("shrink", "1", 0, "n3,n4")] and world.slurm.queue["1", 0]["node"] == "n1,n2"
+    end_agent(world, agents[3])
+    assert not shrink_calls(world), "without slurmdbd Slurm does it only once"
+    end_agent(world, agents[2])
+    assert shrink_calls(world) == [("shrink", "1", 0, "n3,n4")] and world.slurm.queue["1", 0]["node"] == "n1,n2"
 
 
 def test_the_first_node_is_kept_although_its_process_is_the_one_that_is_away():
@@ -123,7 +123,7 @@ def test_the_first_node_is_kept_although_its_agent_died_and_no_other_goes_in_its
     compete(world)
     boundary(world, 1.5)
     job = world.job()
-    assert set(job.members) == {1, 2} and job.allotted == [0, 1, 2] and not job.leaving and not asked(world)
+    assert set(job.members) == {1, 2} and job.allotted == [0, 1, 2] and not job.leaving and not shrink_calls(world)
 
 
 def test_a_plan_that_changes_its_mind_before_the_boundary_takes_nothing():
@@ -135,7 +135,7 @@ def test_a_plan_that_changes_its_mind_before_the_boundary_takes_nothing():
     assert world.job().leaving == [] and world.core.state.assignment["1"] == 3
     boundary(world, 1.5)
     world.run(5.0)
-    assert not asked(world) and not ordered_to_end(agents[2])
+    assert not shrink_calls(world) and not ordered_to_end(agents[2])
 
 
 def test_a_refusal_is_recorded_once_and_the_job_is_let_alone(snapshot):
@@ -143,9 +143,9 @@ def test_a_refusal_is_recorded_once_and_the_job_is_let_alone(snapshot):
     world.slurm.refuse_shrink = "scontrol update: no"
     compete(world)
     boundary(world, 1.5)
-    leave(world, agents[2])
+    end_agent(world, agents[2])
     world.run(400.0)
-    assert asked(world) == [GIVEN]
+    assert shrink_calls(world) == [SHRINK_N3]
     refused = [event.record.reason for event in world.log if event.kind == "slurm_error" and event.job == "1"]
     assert [*refused, told(world.core, "explain", job="1")["bounds"]] == snapshot
     assert world.core.state.assignment == {"2": 1}
@@ -153,14 +153,14 @@ def test_a_refusal_is_recorded_once_and_the_job_is_let_alone(snapshot):
     world.check_replay()
 
 
-@pytest.mark.parametrize(("shown", "calls"), [("n[1-2]", []), ("n[1-3]", [GIVEN])])
+@pytest.mark.parametrize(("shown", "calls"), [("n[1-2]", []), ("n[1-3]", [SHRINK_N3])])
 def test_what_a_controller_asked_for_before_it_ended_is_done_or_asked_for_again(shown, calls):
     world, _ = start()
     intent = records.SlurmAction(action="shrink", element=0, node="n3", slurm_reason="n1,n2", reason="the plan")
     world.core.append("1", 0, intent)
     world.slurm.queue["1", 0]["node"] = shown
     world.run(3.0)
-    assert asked(world) == calls and world.slurm.queue["1", 0]["node"] in ("n[1-2]", "n1,n2")
+    assert shrink_calls(world) == calls and world.slurm.queue["1", 0]["node"] in ("n[1-2]", "n1,n2")
     assert not world.core.state.intents and world.job().shrunk == 1 and not world.job().unshrinkable
     world.check_replay()
 
@@ -180,7 +180,7 @@ def test_a_job_is_left_as_it_is_where_its_owner_srun_slurm_or_the_admin_does_not
     compete(world)
     boundary(world, 1.5)
     assert why in why_fixed(world.core.view, world.job())
-    assert world.core.state.assignment == {"2": 1} and not world.job().leaving and not asked(world)
+    assert world.core.state.assignment == {"2": 1} and not world.job().leaving and not shrink_calls(world)
     assert told(world.core, "explain", job="1")["bounds"] == snapshot
 
 
@@ -188,7 +188,7 @@ def test_in_a_partition_that_is_only_watched_it_is_said_and_not_done():
     world, _ = start(observe=True, partitions={"default": PartitionConfig(max_weight=9.0)})
     compete(world)
     boundary(world, 1.5)
-    assert not asked(world) and len(world.job().members) == 3
+    assert not shrink_calls(world) and len(world.job().members) == 3
     observed = [event for event in world.log if event.kind == "observed"]
     assert ("1", "plan", 2) in [(event.job, event.record.action, event.record.nodes) for event in observed]
 
@@ -206,7 +206,7 @@ def test_a_node_whose_agent_died_is_given_back_and_does_not_count():
     world, agents = start(nodes=4)
     agents[3].silent = agents[3].killed = True
     world.run(8.0 + ENDS_SECONDS)
-    assert asked(world) == [("shrink", "1", 0, "n4")] and set(world.job().members) == {0, 1, 2}
+    assert shrink_calls(world) == [("shrink", "1", 0, "n4")] and set(world.job().members) == {0, 1, 2}
     assert world.core.state.assignment == {"1": 3}
 
 
@@ -219,4 +219,4 @@ def test_nodes_whose_ranks_have_trained_to_the_end_stay_for_the_batch_script():
     world.core.intake.on_hint(datagrams.Hint(v=1, kind="task_exit", job="1", element=0, node="n3", status=0))
     world.run(10.0)
     assert not world.job().over and world.job().agents[2].gone == "finished"
-    assert world.core.state.assignment["1"] == 3 and not asked(world)
+    assert world.core.state.assignment["1"] == 3 and not shrink_calls(world)

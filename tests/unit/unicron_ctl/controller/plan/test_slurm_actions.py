@@ -1,4 +1,4 @@
-"""What is asked of Slurm again, and when, and what goes on record: both sides of each bound."""
+"""Repeated requests to Slurm, their times and their records: both sides of each bound."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOLD = Action("hold", "1", 0, "", "")
 KEY = (("1", 0), "hold")
 
 
-def requested(company: Company, retries: Retries, *actions: Action) -> list[Action]:
+def requests_of(company: Company, retries: Retries, *actions: Action) -> list[Action]:
     out = Outcome()
     request_actions(company.view, retries, actions, out)
     return [action for run in out.requests if isinstance(run, Run) for action in run.actions]
@@ -55,7 +55,7 @@ def test_what_is_to_be_asked_again_waits_with_all_else_for_the_same_element(comp
     for ago, asked in ((NO_EFFECT_SECONDS - 0.25, [Action("hold", "2", 0, "", "")]), (NO_EFFECT_SECONDS, None)):
         retries = Retries({KEY: RetryState((), 1, NOW - ago)})
         todo = (pin, HOLD, Action("hold", "2", 0, "", ""))
-        assert requested(company, retries, *todo) == (list(todo) if asked is None else asked), ago
+        assert requests_of(company, retries, *todo) == (list(todo) if asked is None else asked), ago
     assert retries.states[KEY].times == 2 and retries.states[KEY].at == NOW
     assert retries.states[("1", 0), "start n10"].times == 1
     assert retries.states[KEY].shown == ("RUNNING", "n1", False, 0)
@@ -63,7 +63,7 @@ def test_what_is_to_be_asked_again_waits_with_all_else_for_the_same_element(comp
 
 def test_how_an_action_went_is_noted_with_what_slurm_showed(company: Company):
     retries = Retries()
-    requested(company, retries, HOLD, Action("drain", "", -1, "n10", ""), Action("drain", "", -1, "n77", ""))
+    requests_of(company, retries, HOLD, Action("drain", "", -1, "n10", ""), Action("drain", "", -1, "n77", ""))
     assert retries.states[("n10", -1), "drain"].shown == (frozenset({"IDLE"}), "")
     retries.note_outcome(HOLD, "")
     assert not retries.states[KEY].refused
@@ -98,9 +98,9 @@ def test_what_slurm_shows_otherwise_by_now_is_forgotten_unless_it_was_refused_of
 def test_while_silence_is_not_believed_nothing_is_stopped_nor_started_in_its_place(company: Company):
     stop, start = Action("requeue", "1", 0, "n1", ""), Action("pin", "2", 0, "n1", "")
     other, hold = Action("pin", "2", 1, "n10", ""), Action("release", "2", 2, "", "")
-    assert requested(company, Retries(), stop, start, other, hold) == [stop, start, other, hold]
+    assert requests_of(company, Retries(), stop, start, other, hold) == [stop, start, other, hold]
     company.view.suspicions.doubt = "most are silent"
-    assert requested(company, Retries(), stop, start, other, hold) == [other, hold]
+    assert requests_of(company, Retries(), stop, start, other, hold) == [other, hold]
 
 
 # ---------------------------------------------------------------- what goes on record

@@ -12,10 +12,10 @@ from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.settings.partitions import PartitionConfig
 
 AGAIN = ("requeue", "1", 0)
-DISABLED = "scontrol requeue 1: Requested operation is presently disabled"
+NO_REQUEUE = "scontrol requeue 1: Requested operation is presently disabled"
 
 
-def asked(world: World) -> list[tuple]:
+def requeue_calls(world: World) -> list[tuple]:
     return [call[:3] for call in calls(world, "requeue", "cancel")]
 
 
@@ -60,13 +60,13 @@ def test_a_job_below_its_minimum_is_requeued_once_slurm_has_taken_the_node_and_t
     assert waits and not [call[:3] for call in calls(world, "requeue", "cancel")], "the node may come back"
     world.slurm.queue["1", 0]["node"] = "n[1-2]"
     world.run(5.0)
-    assert asked(world)[:1] == [AGAIN] and [waits, notes(agents)] == snapshot
+    assert requeue_calls(world)[:1] == [AGAIN] and [waits, notes(agents)] == snapshot
     for agent in agents:
         agent.silent = agent.killed = True
     world.slurm.queue["1", 0] = allocation_row("n[1-2,4]", restarts=1)
     world.run(1.5)
     trains(world, plain_agents(world, ("n1", "n2", "n4"), 3))
-    assert asked(world) == [AGAIN] and not told(world.core, "explain", job="1")["waits"]
+    assert requeue_calls(world) == [AGAIN] and not told(world.core, "explain", job="1")["waits"]
     world.check_replay()
 
 
@@ -75,12 +75,12 @@ def test_a_node_that_only_stops_answering_is_waited_for_before_the_requeue():
     world.run(8.0)
     stop(agents)
     world.run(QUIET_SECONDS - 20.0)
-    assert not asked(world) and world.job().phase == "forming"
+    assert not requeue_calls(world) and world.job().phase == "forming"
     world.run(30.0)
-    assert asked(world)[:1] == [AGAIN]
+    assert requeue_calls(world)[:1] == [AGAIN]
 
 
-@pytest.mark.parametrize(("said", "seconds"), [(DISABLED, 10.0), ("scontrol requeue 1: no answer", REFUSED_SECONDS)])
+@pytest.mark.parametrize(("said", "seconds"), [(NO_REQUEUE, 10.0), ("scontrol requeue 1: no answer", REFUSED_SECONDS)])
 def test_a_job_that_slurm_does_not_requeue_ends_with_the_reason(said, seconds, snapshot):
     world, agents = lose_node()
     world.slurm.refuse_requeue = said
@@ -102,13 +102,13 @@ def test_a_job_ends_where_the_admin_allows_no_requeue_and_one_above_its_minimum_
     stop(agents)
     world.run(80.0)
     ended = world.job().ended
-    assert ended is not None and ended.code == 1 and ended.reason == snapshot and not asked(world)
+    assert ended is not None and ended.code == 1 and ended.reason == snapshot and not requeue_calls(world)
     world, agents = lose_node(least=2)
     world.slurm.queue["1", 0]["node"] = "n[1-2]"
     world.run(8.0)
     stop(agents)
     world.run(80.0)
-    assert set(world.job().members) == {0, 1} and not asked(world)
+    assert set(world.job().members) == {0, 1} and not requeue_calls(world)
 
 
 def test_a_new_world_names_the_lost_node_and_no_end_that_followed_from_it(snapshot):

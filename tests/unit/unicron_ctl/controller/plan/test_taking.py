@@ -1,4 +1,4 @@
-"""What the controller takes: on whose word, how much, what it finishes after a crash, and how it gives it back."""
+"""Nodes and elements that the controller takes: on whose word, how many, after a crash, and how it gives them back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from tests.support.scenarios import asked, boundary, follow, kill_agent, on_slurm, power_off, start, tell
+from tests.support.scenarios import (
+    asked,
+    boundary,
+    follow,
+    grow_back,
+    kill_agent,
+    on_slurm,
+    power_off,
+    restart_controller,
+    start,
+    tell,
+)
 from tests.support.world import FakeSlurm, World
 from unicron_ctl.controller.model.requests import Action, Run
 from unicron_ctl.controller.nodes.isolation import attention
@@ -28,7 +39,7 @@ def store(world: World) -> None:
     world.core.events = []
 
 
-def taken(slurm: FakeSlurm) -> list[str]:
+def nodes_taken(slurm: FakeSlurm) -> list[str]:
     """Nodes that were taken out of service."""
     return asked(slurm, "down") + asked(slurm, "drain")
 
@@ -54,7 +65,7 @@ def test_what_kills_a_rank_from_outside_or_by_its_own_fault_never_blames_the_nod
         assert sorted(world.job().members) == [0, 1, 2]
         world.iterate("1", iteration)
     actions = {failure.record.action for failure in world.job().failures if failure.record.kind_of_failure == "rank"}
-    assert actions <= {"restart", MOVE} and not taken(slurm) and not attention(world.core.view)
+    assert actions <= {"restart", MOVE} and not nodes_taken(slurm) and not attention(world.core.view)
     assert code != -9 or MOVE in actions, "the same again is tried on another node"
     world.check_replay()
 
@@ -105,7 +116,7 @@ def test_roots_health_check_drains_and_other_jobs_run_on():
     slurm.queue["9", 0] = {**slurm.queue["1", 1], "node": "n4", "comment": ""}
     tell(world, "n4", "bad", "kernel: Xid 79", drain=False)
     world.run(10)
-    assert not taken(slurm), "its admin wants it reported only"
+    assert not nodes_taken(slurm), "its admin wants it reported only"
     tell(world, "n4", "good")
     tell(world, "n4", "bad", "kernel: Xid 79", drain=True)
     world.run(10)
@@ -137,7 +148,7 @@ def test_a_node_that_drained_itself_is_given_back_and_one_that_an_admin_drained_
     for node in ("n4", "n5"):
         tell(world, node, "bad", "gpu: 7 of 8", drain=True)
     world.run(10)
-    assert not taken(slurm)
+    assert not nodes_taken(slurm)
     for node in ("n4", "n5"):
         tell(world, node, "good")
     world.run(5)
@@ -231,9 +242,7 @@ def test_other_jobs_on_a_lost_node_are_not_ended_with_it(state: str, snapshot: S
     slurm.down("n2", slurm.reasons["n2"])  # SlurmdTimeout is over
     slurm.node_states["n2"] = {"DOWN", "DRAIN", "NOT_RESPONDING"}
     world.run(5)
-    start(world, "1", 3)
-    world.run(1)
-    boundary(world, 0.0)
+    grow_back(world)
     assert sorted(world.job().members) == [0, 1, 2] and slurm.queue["1", 1]["node"] == "n4"
     world.check_replay()
 
@@ -320,7 +329,7 @@ def test_draining_a_lost_node_needs_the_permission_to_drain(mode: str, snapshot:
     world.run(2)
     power_off(world, "n2")
     world.run(10)
-    assert not taken(slurm) and sorted(world.job().members) == [0, 2]
+    assert not nodes_taken(slurm) and sorted(world.job().members) == [0, 2]
     (said,) = [e.record for e in world.log if e.kind == "observed" and e.record.node == "n2"]
     assert said.would == "drain n2" and [said.reason, world.job().failures[-1].actions] == snapshot
 
@@ -380,9 +389,7 @@ def test_requeues_of_a_job_are_bounded_and_another_job_is_not_held_up(snapshot):
         world.run(6)
         if len(asked(slurm, "requeue")) == before:
             break
-        start(world, "1", 3)
-        world.run(2)
-        boundary(world, 0.0)
+        grow_back(world, seconds=2)
     assert len(asked(slurm, "requeue")) == 3
     (item,) = [item for item in attention(world.core.view) if not item.node]
     assert item.reason == snapshot
@@ -476,7 +483,7 @@ def test_an_element_whose_agent_never_comes_is_given_up():
 
 
 def test_a_lost_element_that_slurm_may_not_start_again_is_let_go():
-    """As a submission with --no-requeue says."""
+    """Its submission has --no-requeue."""
     world, slurm = on_slurm(4, 3)
     power_off(world, "n2")
     world.run(3)
@@ -534,10 +541,7 @@ def test_what_a_controller_died_over_is_finished_or_undone(action, done):
     if done:
         CRASHES[action][0](slurm)
     store(world)
-    world.restart()
-    for agent in world.agents:
-        if not agent.silent:
-            agent.register()
+    restart_controller(world)
     world.run(6)
     assert CRASHES[action][1](slurm), slurm.queue
     assert not world.core.state.intents, "its outcome is on record"
@@ -564,9 +568,7 @@ def test_what_is_not_allowed_any_more_is_given_up(action):
     store(world)
     world.config.partitions = {}
     slurm.calls.clear()
-    world.restart()
-    for agent in world.agents:
-        agent.register()
+    restart_controller(world)
     world.run(6)
     assert not world.core.state.intents and not slurm.calls and not world.core.state.out_of_service
     (failed,) = [event.record for event in world.log if event.kind == "slurm_error"]

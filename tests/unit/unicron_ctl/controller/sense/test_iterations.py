@@ -17,7 +17,7 @@ def world():
 
 
 @pytest.fixture
-def trained():
+def training():
     return trained_world()
 
 
@@ -38,8 +38,8 @@ def answer_stacks(world: World, text: str = "in fetch") -> None:
         )
 
 
-def test_a_hanging_rank_is_named_dumped_stopped_and_replaced(trained, snapshot):
-    world = trained
+def test_a_hanging_rank_is_named_dumped_stopped_and_replaced(training, snapshot):
+    world = training
     began = world.now
     hang(world, [1])
     world.run(USUAL * 3 + 0.5)
@@ -64,39 +64,39 @@ def test_a_hanging_rank_is_named_dumped_stopped_and_replaced(trained, snapshot):
     world.check_replay()
 
 
-def test_a_rank_that_goes_on_while_its_stacks_are_taken_is_left_alone(trained):
-    hang(trained, [1])
-    trained.run(3 * USUAL + 0.4)
-    assert events(trained, "hang")
-    train(trained, 3)
-    assert not sent(trained, ORDERS) and "is not stopped" in events(trained, "failure_action")[0].record.text
+def test_a_rank_that_goes_on_while_its_stacks_are_taken_is_left_alone(training):
+    hang(training, [1])
+    training.run(3 * USUAL + 0.4)
+    assert events(training, "hang")
+    train(training, 3)
+    assert not sent(training, ORDERS) and "is not stopped" in events(training, "failure_action")[0].record.text
 
 
-def test_nobody_behind_is_a_collective_that_hangs_and_is_tried_again_in_place(trained):
-    hang(trained, [])
-    trained.run(3 * USUAL + 0.5)
-    failure = events(trained, "failure_detected")[0].record
+def test_nobody_behind_is_a_collective_that_hangs_and_is_tried_again_in_place(training):
+    hang(training, [])
+    training.run(3 * USUAL + 0.5)
+    failure = events(training, "failure_detected")[0].record
     assert failure.cause == "nccl_timeout" and failure.severity == 3 and failure.action == "reattempt"
-    order = sent(trained, wire.Break)[0]
-    assert order.lost == [] and not sent(trained, (wire.StopRank, wire.StartRank))
-    assert sorted(trained.job("1").members) == [0, 1, 2] and trained.job("1").generation == 2
-    trained.check_replay()
+    order = sent(training, wire.Break)[0]
+    assert order.lost == [] and not sent(training, (wire.StopRank, wire.StartRank))
+    assert sorted(training.job("1").members) == [0, 1, 2] and training.job("1").generation == 2
+    training.check_replay()
 
 
-def test_a_second_hang_right_after_the_recovery_is_found_too(trained):
-    hang(trained, [])
-    trained.run(3 * USUAL + 0.5)
-    assert trained.job("1").phase == "running"
-    began = trained.now
-    hang(trained, [1])
-    trained.run(3 * 0.5 + 0.5)
-    assert events(trained, "failure_detected")[1].record.slots == [1]
-    assert events(trained, "hang")[1].time - began <= 3 * 0.5 + 0.3, "3 iterations, of the floor at least"
+def test_a_second_hang_right_after_the_recovery_is_found_too(training):
+    hang(training, [])
+    training.run(3 * USUAL + 0.5)
+    assert training.job("1").phase == "running"
+    began = training.now
+    hang(training, [1])
+    training.run(3 * 0.5 + 0.5)
+    assert events(training, "failure_detected")[1].record.slots == [1]
+    assert events(training, "hang")[1].time - began <= 3 * 0.5 + 0.3, "3 iterations, of the floor at least"
 
 
-def test_iterations_that_are_made_again_are_no_hang(trained):
+def test_iterations_that_are_made_again_are_no_hang(training):
     """Defect: a job that had begun anew from an older state stood still for as long as it made up for that."""
-    world = trained
+    world = training
     for agent in world.agents:
         agent.die(agent.element, 1)
     for agent in world.agents:
@@ -140,22 +140,22 @@ def outside(world: World, slot: int, seconds: float, step: float = 0.5, **proces
 
 
 # ---------------------------------------------------------------- the time that a rank has
-def compiled(world: World) -> None:
-    """The job's ranks compiled for 13 s in their first iteration."""
+def compile_once(world: World) -> None:
+    """The job's ranks compile_once for 13 s in their first iteration."""
     train(world, 1, seconds=13.0)
     train(world, 20)
 
 
 def after_a_recovery(world: World) -> None:
     """That says nothing of those who train on."""
-    compiled(world)
+    compile_once(world)
     world.agents[2].die(2)
     world.run(0.5)
     assert sorted(world.job("1").members) == [0, 1] and world.job("1").phase == "running"
 
 
 def with_a_newcomer(world: World) -> None:
-    compiled(world)
+    compile_once(world)
     rejoin(world, 1)
 
 
@@ -221,35 +221,35 @@ def test_a_rank_outside_an_iteration_has_its_time(world, longest, process: dict,
     assert [(culprit.slot, culprit.phase) for culprit in hung.culprits] == [(0, "stepped")]
 
 
-def test_stacks_that_do_not_come_are_not_waited_for_long(trained):
-    hang(trained, [2])
-    trained.run(3 * USUAL + 0.4)
-    assert events(trained, "hang") and not sent(trained, ORDERS)
-    trained.run(1.2)
-    assert sent(trained, wire.Break)[0].lost == [2]
+def test_stacks_that_do_not_come_are_not_waited_for_long(training):
+    hang(training, [2])
+    training.run(3 * USUAL + 0.4)
+    assert events(training, "hang") and not sent(training, ORDERS)
+    training.run(1.2)
+    assert sent(training, wire.Break)[0].lost == [2]
 
 
 @pytest.mark.parametrize("why", ["switched off", "a late tick", "unread messages"])
-def test_no_hang_is_seen_while_the_controller_does_not_look_or_is_behind(trained, why: str):
+def test_no_hang_is_seen_while_the_controller_does_not_look_or_is_behind(training, why: str):
     """Defect: a controller that was seconds behind judged ranks by what they had said before, and called a job that
     trained a hanging one."""
-    hang(trained, [1])
+    hang(training, [1])
     if why == "switched off":
-        trained.core.config.monitor_iterations = False
-        trained.run(10)
+        training.core.config.monitor_iterations = False
+        training.run(10)
     elif why == "a late tick":
-        trained.run(0.5)
-        trained.now += 30.0
-        trained.core.tick(trained.now)
-        trained.deliver()
-        trained.run(0.3)
+        training.run(0.5)
+        training.now += 30.0
+        training.core.tick(training.now)
+        training.deliver()
+        training.run(0.3)
     else:
-        trained.core.view.unread = lambda route: route == trained.agents[2].route
-        trained.run(20)
-    assert not events(trained, "hang")
-    trained.core.config.monitor_iterations, trained.core.view.unread = True, lambda route: False
-    trained.run(USUAL * 3 + 0.5)
-    assert len(events(trained, "hang")) == 1
+        training.core.view.unread = lambda route: route == training.agents[2].route
+        training.run(20)
+    assert not events(training, "hang")
+    training.core.config.monitor_iterations, training.core.view.unread = True, lambda route: False
+    training.run(USUAL * 3 + 0.5)
+    assert len(events(training, "hang")) == 1
 
 
 # ---------------------------------------------------------------- a network that loses packets
@@ -260,106 +260,103 @@ def pulse(world: World, slot: int, seconds: float, step: float = 0.5) -> None:
         world.run(step)
 
 
-def test_a_collective_that_gets_on_is_no_hang_however_slowly(trained):
-    hang(trained, [])
-    pulse(trained, 2, 30)
-    assert not events(trained, "hang") and not events(trained, "overdue") and not sent(trained, ORDERS)
-    train(trained, 2)
-    assert not sent(trained, ORDERS)
+def test_a_collective_that_gets_on_is_no_hang_however_slowly(training):
+    hang(training, [])
+    pulse(training, 2, 30)
+    assert not events(training, "hang") and not events(training, "overdue") and not sent(training, ORDERS)
+    train(training, 2)
+    assert not sent(training, ORDERS)
 
 
-def test_a_collective_that_stops_to_move_hangs_three_iterations_later(trained):
-    hang(trained, [])
-    pulse(trained, 2, 10)
-    moved = trained.now
-    trained.run(3 * USUAL + 0.5)
-    assert events(trained, "hang")[0].time - moved <= 3 * USUAL + 0.5
-    assert "iteration 20 runs for 1" in events(trained, "hang")[0].record.reason, "since it began"
+def test_a_collective_that_stops_to_move_hangs_three_iterations_later(training):
+    hang(training, [])
+    pulse(training, 2, 10)
+    moved = training.now
+    training.run(3 * USUAL + 0.5)
+    assert events(training, "hang")[0].time - moved <= 3 * USUAL + 0.5
+    assert "iteration 20 runs for 1" in events(training, "hang")[0].record.reason, "since it began"
 
 
-def test_who_is_behind_is_no_culprit_while_the_others_collective_moves(trained):
+def test_who_is_behind_is_no_culprit_while_the_others_collective_moves(training):
     """Under loss a rank may still be in the reduce before, and its peers' packets are sent again."""
-    hang(trained, [1], where="reducing", others="synced")
-    pulse(trained, 0, 10)
-    assert not events(trained, "hang")
+    hang(training, [1], where="reducing", others="synced")
+    pulse(training, 0, 10)
+    assert not events(training, "hang")
 
 
-def test_stacks_that_were_asked_for_are_no_verdict_when_the_collective_moves_again(trained):
-    hang(trained, [1])
-    trained.run(3 * USUAL + 0.4)
-    assert events(trained, "hang")
-    pulse(trained, 0, 4)
-    assert not sent(trained, ORDERS) and "is not stopped" in events(trained, "failure_action")[0].record.text
+def test_stacks_that_were_asked_for_are_no_verdict_when_the_collective_moves_again(training):
+    hang(training, [1])
+    training.run(3 * USUAL + 0.4)
+    assert events(training, "hang")
+    pulse(training, 0, 4)
+    assert not sent(training, ORDERS) and "is not stopped" in events(training, "failure_action")[0].record.text
 
 
-def test_an_old_word_of_progress_excuses_nobody(trained):
+def test_an_old_word_of_progress_excuses_nobody(training):
     """A rank's status holds the last one until its next message."""
-    hang(trained, [])
-    pulse(trained, 2, 1)
+    hang(training, [])
+    pulse(training, 2, 1)
     for _ in range(8):
-        for agent in trained.agents:
+        for agent in training.agents:
             agent.status()
-        trained.run(0.4)
-    assert events(trained, "hang")
+        training.run(0.4)
+    assert events(training, "hang")
 
 
-def test_all_compute_is_no_hang_of_anybody(trained):
-    hang(trained, [0, 1, 2])
-    trained.run(30)
-    assert len(events(trained, "overdue")) == 1 and not events(trained, "hang") and not sent(trained, ORDERS)
+@pytest.mark.parametrize(
+    ("who", "process"), [([0, 1, 2], ""), ([1], "T")], ids=["all compute", "somebody has suspended the whole job"]
+)
+def test_a_job_that_may_be_healthy_is_left_alone(training, who: list[int], process: str):
+    hang(training, who)
+    for agent in training.agents:
+        agent.set(agent.element, process=process)
+    training.run(60)
+    assert len(events(training, "overdue")) == 1 and not events(training, "hang") and not sent(training, ORDERS)
 
 
-def test_most_ranks_behind_get_more_time(trained):
-    hang(trained, [0, 1])
-    trained.run(3 * USUAL * 3 - 0.3)
-    assert len(events(trained, "overdue")) == 1 and not sent(trained, ORDERS)
-    trained.run(2.0)
-    assert sent(trained, wire.Break)[0].lost == [0, 1]
+def test_most_ranks_behind_get_more_time(training):
+    hang(training, [0, 1])
+    training.run(3 * USUAL * 3 - 0.3)
+    assert len(events(training, "overdue")) == 1 and not sent(training, ORDERS)
+    training.run(2.0)
+    assert sent(training, wire.Break)[0].lost == [0, 1]
 
 
-def test_a_process_stopped_by_a_signal_outside_an_iteration_hangs_at_once(trained, snapshot):
-    outside(trained, 0, 3 * USUAL + 0.6, process="T")
-    hung = events(trained, "hang")
+def test_a_process_stopped_by_a_signal_outside_an_iteration_hangs_at_once(training, snapshot):
+    outside(training, 0, 3 * USUAL + 0.6, process="T")
+    hung = events(training, "hang")
     assert hung[0].record.culprits == [records.HangCulprit(0, "n1", "stepped")]
-    assert [hung[0].record.reason, events(trained, "failure_detected")[0].record.reason] == snapshot
+    assert [hung[0].record.reason, events(training, "failure_detected")[0].record.reason] == snapshot
 
 
-def test_an_idle_rank_that_was_stopped_wrongly_has_more_time_the_next_time(trained):
-    trained.core.config.hang_idle_seconds = 20.0
-    train(trained, 20, outside={0: 0.0})
-    outside(trained, 0, 22, idle=0.0)
-    assert events(trained, "hang") and trained.core.runtimes["1"].sensors.times.patience.longest_outside > 20
+def test_an_idle_rank_that_was_stopped_wrongly_has_more_time_the_next_time(training):
+    training.core.config.hang_idle_seconds = 20.0
+    train(training, 20, outside={0: 0.0})
+    outside(training, 0, 22, idle=0.0)
+    assert events(training, "hang") and training.core.runtimes["1"].sensors.times.patience.longest_outside > 20
 
 
-def test_a_process_stopped_in_the_same_collective_is_named(trained, snapshot):
-    hang(trained, [])
-    trained.agents[2].set(2, process="T")
-    trained.run(3 * USUAL + 0.5)
-    (failure,) = [event.record for event in events(trained, "failure_detected")]
+def test_a_process_stopped_in_the_same_collective_is_named(training, snapshot):
+    hang(training, [])
+    training.agents[2].set(2, process="T")
+    training.run(3 * USUAL + 0.5)
+    (failure,) = [event.record for event in events(training, "failure_detected")]
     assert failure.slots == [2] and failure.cause == "task_hang"
     assert failure.reason == snapshot
 
 
-def test_a_job_that_somebody_has_suspended_as_a_whole_is_left_alone(trained):
-    hang(trained, [1])
-    for agent in trained.agents:
-        agent.set(agent.element, process="T")
-    trained.run(60)
-    assert len(events(trained, "overdue")) == 1 and not events(trained, "hang") and not sent(trained, ORDERS)
-
-
-def test_only_who_has_no_excuse_is_stopped(trained):
+def test_only_who_has_no_excuse_is_stopped(training):
     """Slot 0 writes a checkpoint, slot 2 is stopped meanwhile: both are behind."""
-    trained.agents[0].set(0, iteration=19, phase="stepped")
-    trained.agents[2].set(2, iteration=19, phase="stepped", process="T")
-    trained.agents[1].set(1, iteration=20, phase="reducing")
-    trained.run(3 * USUAL * 3 + 2.0)
-    assert [e.record.slots for e in events(trained, "failure_detected")] == [[2]]
-    assert sent(trained, wire.Break)[0].lost == [2]
+    training.agents[0].set(0, iteration=19, phase="stepped")
+    training.agents[2].set(2, iteration=19, phase="stepped", process="T")
+    training.agents[1].set(1, iteration=20, phase="reducing")
+    training.run(3 * USUAL * 3 + 2.0)
+    assert [e.record.slots for e in events(training, "failure_detected")] == [[2]]
+    assert sent(training, wire.Break)[0].lost == [2]
 
 
-def test_a_collective_that_hangs_again_and_again_leads_to_restarts_in_turn_and_costs_no_node(trained, snapshot):
-    world = trained
+def test_a_collective_that_hangs_again_and_again_leads_to_restarts_in_turn_and_costs_no_node(training, snapshot):
+    world = training
     seen = []
     for _ in range(4):
         hang(world, [])
@@ -398,64 +395,64 @@ def _starts(world: World) -> list[list[wire.StartRank]]:
     return [group for group in groups if group]
 
 
-def test_ranks_that_all_say_that_a_collective_timed_out_are_one_fault_of_the_job(trained):
+def test_ranks_that_all_say_that_a_collective_timed_out_are_one_fault_of_the_job(training):
     for turn in range(2):
-        for agent in trained.agents:
+        for agent in training.agents:
             fault = structs.Fault(
-                type="RuntimeError", text="Timed out waiting 2000ms for recv operation", at=trained.now
+                type="RuntimeError", text="Timed out waiting 2000ms for recv operation", at=training.now
             )
-            agent.set(agent.element, state="stopped", broken=trained.job("1").generation, fault=fault)
-        trained.run(1.5)
-        found = events(trained, "failure_detected")
+            agent.set(agent.element, state="stopped", broken=training.job("1").generation, fault=fault)
+        training.run(1.5)
+        found = events(training, "failure_detected")
         assert [f.record.cause for f in found] == ["nccl_timeout"] * (turn + 1)
         assert found[-1].record.action == ("restart" if turn else "reattempt")
-        for agent in trained.agents:
+        for agent in training.agents:
             for slot in agent.slots:
                 agent.ranks[slot].fault = None
         if not turn:
-            assert trained.job("1").phase == "running"
-            train(trained, 3)
-    trained.check_replay()
+            assert training.job("1").phase == "running"
+            train(training, 3)
+    training.check_replay()
 
 
-def test_a_silent_node_is_the_leases_matter(trained):
+def test_a_silent_node_is_the_leases_matter(training):
     """Its rank is behind, too, and 3x the average comes before the lease."""
-    trained.core.config.lease_periods = 5.0
-    trained.agents[1].silent = True
-    hang(trained, [1])
-    trained.run(2.5)
-    assert not events(trained, "hang")
-    trained.run(3.5)
-    assert [e.record.kind_of_failure for e in events(trained, "failure_detected")] == ["node"]
+    training.core.config.lease_periods = 5.0
+    training.agents[1].silent = True
+    hang(training, [1])
+    training.run(2.5)
+    assert not events(training, "hang")
+    training.run(3.5)
+    assert [e.record.kind_of_failure for e in events(training, "failure_detected")] == ["node"]
 
 
-def test_a_job_that_recovers_or_grows_is_not_judged(trained):
-    trained.agents[0].obedient = False
-    trained.agents[1].die(1)
-    trained.run(8)
-    assert trained.job("1").phase == "breaking" and not events(trained, "hang")
+def test_a_job_that_recovers_or_grows_is_not_judged(training):
+    training.agents[0].obedient = False
+    training.agents[1].die(1)
+    training.run(8)
+    assert training.job("1").phase == "breaking" and not events(training, "hang")
 
 
-def test_a_hang_while_a_newcomer_waits_to_be_taken_in_is_found_as_soon(trained):
-    newcomer = FakeAgent(trained, "1", 3, "n4")
+def test_a_hang_while_a_newcomer_waits_to_be_taken_in_is_found_as_soon(training):
+    newcomer = FakeAgent(training, "1", 3, "n4")
     newcomer.register()
     newcomer.ready()
-    trained.run(0.5)
-    assert trained.job("1").phase == "offering"
-    train(trained, 1)
-    hang(trained, [1])
-    trained.run(3 * USUAL + 0.5)
-    assert [e.record.slots for e in events(trained, "failure_detected")] == [[1]]
-    trained.run(1.5)
-    assert sent(trained, wire.Break)[0].lost == [1]
-    trained.check_replay()
+    training.run(0.5)
+    assert training.job("1").phase == "offering"
+    train(training, 1)
+    hang(training, [1])
+    training.run(3 * USUAL + 0.5)
+    assert [e.record.slots for e in events(training, "failure_detected")] == [[1]]
+    training.run(1.5)
+    assert sent(training, wire.Break)[0].lost == [1]
+    training.check_replay()
 
 
-def test_a_hang_is_healed_also_where_the_admin_only_observes(trained):
-    trained.core.config.partitions["default"].mode = "observe"
-    hang(trained, [1])
-    trained.run(10)
-    assert sent(trained, wire.Break)[0].lost == [1] and not trained.job("1").ended
+def test_a_hang_is_healed_also_where_the_admin_only_observes(training):
+    training.core.config.partitions["default"].mode = "observe"
+    hang(training, [1])
+    training.run(10)
+    assert sent(training, wire.Break)[0].lost == [1] and not training.job("1").ended
 
 
 def test_a_straggler_is_named_with_its_slowdown_and_nothing_is_broken(world):
@@ -507,15 +504,15 @@ def test_hostile_phases_are_ignored(world):
     assert world.core.runtimes["1"].sensors.times.phases.comparable() == {}
 
 
-def test_an_exception_that_nothing_caught_is_acted_upon_before_the_process_ends(trained):
+def test_an_exception_that_nothing_caught_is_acted_upon_before_the_process_ends(training):
     fault = structs.Fault(
         type="RuntimeError", text="CUDA error: device-side assert triggered", at=1.0, fatal=True, lived=60
     )
-    trained.agents[1].set(1, fault=fault)
-    found = events(trained, "failure_detected")
+    training.agents[1].set(1, fault=fault)
+    found = events(training, "failure_detected")
     assert [e.record.detected_by for e in found] == ["exception"] and found[0].record.slots == [1]
-    assert sent(trained, wire.Break)[0].lost == [1] and [m.slot for m in sent(trained, wire.StopRank)] == [1]
-    trained.run(0.3)
-    assert sent(trained, wire.StartRank)[0].incarnation == 1
-    assert len(events(trained, "failure_detected")) == 1, "its end is no second failure"
-    trained.check_replay()
+    assert sent(training, wire.Break)[0].lost == [1] and [m.slot for m in sent(training, wire.StopRank)] == [1]
+    training.run(0.3)
+    assert sent(training, wire.StartRank)[0].incarnation == 1
+    assert len(events(training, "failure_detected")) == 1, "its end is no second failure"
+    training.check_replay()

@@ -1,10 +1,11 @@
-"""Who is waited for, and how long: survivors in the script's own code, the last copy of the training state, transfers,
-and newcomers that fail before they are in."""
+"""Waiting for others, and for how long: survivors in the script's own code, the last copy of the training state,
+transfers, and newcomers that fail before they are in."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.support.scenarios import restart_controller
 from tests.support.training import events, sent, train, trained_world
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.api.job_answers import job_answer
@@ -15,7 +16,7 @@ from unicron_ctl.controller.sense.overdue import lacking
 from unicron_ctl.shared.protocol import structs, wire
 from unicron_detector.failures.escalation_table import State
 
-LOST = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=0.0)
+PEER_RESET = structs.Fault(type="RuntimeError", text="Connection reset by peer", at=0.0)
 
 
 def goes_outside(world: World, *slots: int) -> None:
@@ -27,7 +28,7 @@ def goes_outside(world: World, *slots: int) -> None:
 
 
 def comes_back(world: World, slot: int) -> None:
-    """It begins its next iteration, finds the Break and reports."""
+    """The rank begins its next iteration, finds the Break and reports."""
     agent = world.agents[slot]
     agent.obedient = True
     agent.set(slot, state="stopped", broken=world.job().broken)
@@ -71,7 +72,7 @@ def test_a_process_stopped_by_a_signal_there_is_not_waited_for(snapshot):
 
 
 def test_an_idle_process_there_has_the_time_that_it_has_in_any_iteration():
-    """The same judgement as without a Break: it never took long, and it does nothing."""
+    """Judged as without a Break: it never took long, and it does nothing."""
     world = World(hang_floor_seconds=0.5, hang_idle_seconds=30.0)
     world.start_job()
     train(world, 20, outside={1: 2.0})
@@ -154,10 +155,7 @@ def test_a_restarted_controller_waits_for_the_last_copy_too():
     world.agents[0].obedient = False
     world.agents[1].die(1)
     world.run(10)
-    world.restart()
-    for agent in world.agents:
-        agent.register()
-        agent.status()
+    restart_controller(world)
     world.run(60)
     assert world.job().phase == "breaking" and len(events(world, "last_copy")) == 1, "it is on record"
     comes_back(world, 0)
@@ -193,7 +191,7 @@ def test_a_job_on_one_node_keeps_a_rank_when_its_collective_hangs_again():
 def regroups(world: World, slot: int) -> None:
     """All but this rank enter a new generation; it is in it, too, and gets no further."""
     agent = world.agents[slot]
-    world.agents[0].set(0, state="stopped", broken=world.job().generation, fault=LOST)
+    world.agents[0].set(0, state="stopped", broken=world.job().generation, fault=PEER_RESET)
     agent.obedient = False
     world.run(0.5)
     agent.set(slot, state="stopped", broken=world.job().broken)
@@ -228,7 +226,7 @@ def test_members_that_alone_hold_the_state_try_for_ever_to_enter(snapshot):
     world = trained_world(nodes=2, enter_timeout=5.0, report_timeout=5.0)
     for agent in world.agents:
         agent.obedient = False
-        agent.set(agent.element, state="stopped", broken=1, fault=LOST)
+        agent.set(agent.element, state="stopped", broken=1, fault=PEER_RESET)
     for _ in range(120):
         world.run(1)
         for agent in world.agents:
@@ -257,7 +255,7 @@ def test_no_overdue_action_ends_the_last_copy_either():
     world = trained_world(nodes=2, regroup_seconds=40.0, enter_timeout=1000.0)
     for agent in world.agents:
         agent.obedient = False
-        agent.set(agent.element, state="stopped", broken=1, fault=LOST)
+        agent.set(agent.element, state="stopped", broken=1, fault=PEER_RESET)
     world.agents[0].die(0)
     world.run(0.5)
     assert world.job().phase == "entering" and world.job().plan.members == [1]
@@ -386,7 +384,7 @@ def test_an_offer_waits_for_a_member_in_the_scripts_own_code(offering):
 
 
 def test_members_that_wait_at_the_boundary_for_one_outside_do_not_time_out(offering):
-    """It agreed with them, and writes a checkpoint before it enters."""
+    """Slot 0 agreed with them, and writes a checkpoint before it enters."""
     world, before = offering, breaks(offering)
     goes_outside(world, 0)
     world.agents[1].set(1, state="entering", entering=world.job().offer.generation)

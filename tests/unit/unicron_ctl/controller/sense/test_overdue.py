@@ -15,7 +15,7 @@ from unicron_detector.failures.fault_history import Policy
 ECC = structs.Fault(type="RuntimeError", text="CUDA error: uncorrectable ECC error encountered", at=0.0, fatal=True)
 
 
-def failed(world: World) -> list[tuple[str, str]]:
+def failed_actions(world: World) -> list[tuple[str, str]]:
     """(action that failed, what follows) of all events."""
     return [(e.record.failed, e.record.action) for e in world.log if e.kind == "action_failed"]
 
@@ -44,22 +44,22 @@ def test_a_started_process_that_never_gets_ready_is_killed_and_the_next_severity
     agents = world.start_job()
     agents[1].die(1)
     world.run(50)
-    assert failed(world) == [] and agents[1].ranks[1].state == "starting"
+    assert failed_actions(world) == [] and agents[1].ranks[1].state == "starting"
     world.run(12)
-    assert failed(world) == [("restart", "move")]
+    assert failed_actions(world) == [("restart", "move")]
     event = next(e for e in world.log if e.kind == "action_failed")
     assert event.record.reason == snapshot
     assert agents[1].ranks[1].incarnation == 2, "without Slurm there is no other node: it is started again"
     assert world.job().failures[-1].record.detected_by == "time limit"
     world.run(41)
-    assert failed(world) == [("restart", "move"), ("move", "move")] and agents[1].ranks[1].incarnation == 3
+    assert failed_actions(world) == [("restart", "move"), ("move", "move")] and agents[1].ranks[1].incarnation == 3
     agents[1].ready()
     world.run(1)
     for agent in agents:
         agent.take_offer()
     world.iterate("1", 5)
     world.run(100)
-    assert len(failed(world)) == 2, "who takes part again is not asked any more"
+    assert len(failed_actions(world)) == 2, "who takes part again is not asked any more"
     world.check_replay()
 
 
@@ -68,7 +68,7 @@ def test_a_restart_that_times_out_is_tried_on_another_node_and_blames_none():
     agent = next(a for a in world.agents if a.element == 1)
     agent.die(1)
     world.run(64)
-    assert failed(world) == [("restart", "move")]
+    assert failed_actions(world) == [("restart", "move")]
     assert slurm.node_states["n2"] == {"IDLE"} and not [c for c in slurm.calls if c[0] in ("down", "drain")]
     assert slurm.queue["1", 1]["node"] == "n4" and ("requeue_hold", "1", 1, "n2") in slurm.calls
     assert not attention(world.core.view) and world.job().failures[-1].record.severity == 2
@@ -84,9 +84,9 @@ def test_a_regroup_that_never_comes_about_becomes_a_restart():
     world.run(1)
     assert world.job().failures[-1].record.action == "reattempt" and world.job().phase == "entering"
     world.run(36)
-    assert failed(world) == []
+    assert failed_actions(world) == []
     world.run(8)
-    assert failed(world) == [("reattempt", "restart")]
+    assert failed_actions(world) == [("reattempt", "restart")]
     assert any(isinstance(m, wire.StopRank) and m.slot == 1 for m in agents[1].heard)
     assert sorted(world.job().members) == [0, 2], "nobody waits for it"
     world.check_replay()
@@ -101,7 +101,7 @@ def test_the_clock_stands_still_while_the_plan_has_no_node_for_the_element():
     assert slurm.node_states["n2"] == {"IDLE"}
     follow(world, "1", 3)
     world.run(120)
-    assert failed(world) == []
+    assert failed_actions(world) == []
 
 
 def test_an_element_that_slurm_does_not_start_again_is_started_on_another_node(snapshot):
@@ -109,9 +109,9 @@ def test_an_element_that_slurm_does_not_start_again_is_started_on_another_node(s
     slurm.requeue = lambda job, element: None  # accepted, and nothing comes of it
     next(a for a in world.agents if a.element == 1).silent = True
     world.run(25)
-    assert failed(world) == []
+    assert failed_actions(world) == []
     world.run(10)
-    assert failed(world) == [("restart", "move")]
+    assert failed_actions(world) == [("restart", "move")]
     assert [failure.record.reason for failure in world.job().failures] == snapshot
     assert len([c for c in slurm.calls if c[0] == "requeue"]) == 1, "what may be starting is not requeued again"
     assert ("requeue_hold", "1", 1, "n2") in slurm.calls and slurm.queue["1", 1]["node"] == "n4"
@@ -125,9 +125,9 @@ def test_a_restarted_controller_begins_the_clock_anew():
     world.core.runtimes["1"].sensors.actions.excused.clear()
     world.core.view.started_at = world.now
     world.run(50)
-    assert failed(world) == []
+    assert failed_actions(world) == []
     world.run(15)
-    assert failed(world) == [("restart", "move")]
+    assert failed_actions(world) == [("restart", "move")]
 
 
 def test_a_newcomer_that_a_restart_mode_job_keeps_waiting_is_not_late(snapshot):

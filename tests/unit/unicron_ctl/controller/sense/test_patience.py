@@ -1,4 +1,4 @@
-"""How long an iteration, or the script's own code between two, may take before anybody acts."""
+"""Time limits of an iteration, and of the script's own code between two, before anybody acts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unicron_ctl.shared.settings.config import ControllerConfig
 CONFIG = ControllerConfig(hang_floor_seconds=1.0)
 
 
-def shown(*early: float, warm_up: float = 0.0, regrouped: float = 0.0, outside: float | None = None) -> Patience:
+def habits(*early: float, warm_up: float = 0.0, regrouped: float = 0.0, outside: float | None = None) -> Patience:
     patience = Patience()
     for seconds in early:
         patience.on_iteration(seconds, learned=False, warm_up=False)
@@ -26,25 +26,25 @@ def shown(*early: float, warm_up: float = 0.0, regrouped: float = 0.0, outside: 
 
 
 def test_before_the_usual_time_is_known():
-    assert shown().warm_up(0.0, CONFIG) == 600.0, "first_iteration_seconds"
-    assert shown(0.2).warm_up(0.0, CONFIG) == 10.0, "10x the floor"
-    assert shown(4.0, 4.0, 4.0).warm_up(0.0, CONFIG) == 40.0, "10x what was seen"
-    assert shown(90.0, 2.0, 2.0).warm_up(0.0, CONFIG) == 270.0, "3x the longest"
-    assert shown(100.0).warm_up(0.0, CONFIG) == 600.0, "never 10x a long one alone"
-    assert shown(1000.0).warm_up(0.0, CONFIG) == 3000.0
+    assert habits().warm_up(0.0, CONFIG) == 600.0, "first_iteration_seconds"
+    assert habits(0.2).warm_up(0.0, CONFIG) == 10.0, "10x the floor"
+    assert habits(4.0, 4.0, 4.0).warm_up(0.0, CONFIG) == 40.0, "10x what was seen"
+    assert habits(90.0, 2.0, 2.0).warm_up(0.0, CONFIG) == 270.0, "3x the longest"
+    assert habits(100.0).warm_up(0.0, CONFIG) == 600.0, "never 10x a long one alone"
+    assert habits(1000.0).warm_up(0.0, CONFIG) == 3000.0
 
 
 def test_after_a_recovery_or_at_a_new_size():
-    assert shown(2.0).warm_up(2.0, CONFIG) == 6.0, "three iterations, as always"
-    assert shown(0.2).warm_up(0.2, CONFIG) == 3.0, "of the floor, at least"
-    assert shown(2.0, warm_up=80.0).warm_up(2.0, CONFIG) == 6.0, "who did not start anew does not compile"
-    assert shown(2.0, regrouped=5.0).warm_up(2.0, CONFIG) == 15.0, "as long as it took before"
+    assert habits(2.0).warm_up(2.0, CONFIG) == 6.0, "three iterations, as always"
+    assert habits(0.2).warm_up(0.2, CONFIG) == 3.0, "of the floor, at least"
+    assert habits(2.0, warm_up=80.0).warm_up(2.0, CONFIG) == 6.0, "who did not start anew does not compile"
+    assert habits(2.0, regrouped=5.0).warm_up(2.0, CONFIG) == 15.0, "as long as it took before"
 
 
 def test_a_newcomer_compiles_as_the_first_ones_did():
-    assert shown(2.0, warm_up=80.0, regrouped=5.0).newcomer(6.0, CONFIG) == 240.0
-    assert shown(2.0, warm_up=1.0).newcomer(6.0, CONFIG) == 6.0
-    assert shown(2.0).newcomer(6.0, CONFIG) == 600.0, "after a restart of the controller nothing is known of it"
+    assert habits(2.0, warm_up=80.0, regrouped=5.0).newcomer(6.0, CONFIG) == 240.0
+    assert habits(2.0, warm_up=1.0).newcomer(6.0, CONFIG) == 6.0
+    assert habits(2.0).newcomer(6.0, CONFIG) == 600.0, "after a restart of the controller nothing is known of it"
 
 
 def between(patience: Patience, waited: float, **process) -> float:
@@ -54,18 +54,18 @@ def between(patience: Patience, waited: float, **process) -> float:
 
 def test_between_two_iterations():
     idle = {"process": "S", "idle": 50.0}
-    assert between(shown(outside=0.1), 50.0, **idle) == 60.0, "hang_idle_seconds"
-    assert between(shown(outside=50.0), 50.0, **idle) == 150.0
-    assert between(shown(outside=400.0), 50.0, **idle) == 600.0
-    assert between(shown(), 50.0, **idle) == 600.0, "nothing is known yet"
-    assert between(shown(outside=0.1), 50.0, process="S", idle=20.0) == 600.0, "it did something meanwhile"
-    assert between(shown(outside=0.1), 50.0) == 600.0, "an agent that does not say"
-    assert between(shown(), 0.0, process="T") == 3.0
+    assert between(habits(outside=0.1), 50.0, **idle) == 60.0, "hang_idle_seconds"
+    assert between(habits(outside=50.0), 50.0, **idle) == 150.0
+    assert between(habits(outside=400.0), 50.0, **idle) == 600.0
+    assert between(habits(), 50.0, **idle) == 600.0, "nothing is known yet"
+    assert between(habits(outside=0.1), 50.0, process="S", idle=20.0) == 600.0, "it did something meanwhile"
+    assert between(habits(outside=0.1), 50.0) == 600.0, "an agent that does not say"
+    assert between(habits(), 0.0, process="T") == 3.0
 
 
 @given(st.lists(st.floats(0.0, 1e6), max_size=20), st.floats(0.0, 1e5), st.sampled_from("RSDTZ"), st.floats(0.0, 1e6))
 def test_no_history_makes_anybody_impatient(early, usual, state, idle):
-    patience = shown(*early)
+    patience = habits(*early)
     least = max(3.0 * usual, (3.0 if usual else 10.0) * CONFIG.hang_floor_seconds)
     assert patience.warm_up(usual, CONFIG) >= least and patience.newcomer(least, CONFIG) >= least
     status = RankStatus(state="running", process=state, idle=idle)

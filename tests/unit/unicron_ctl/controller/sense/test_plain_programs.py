@@ -57,7 +57,7 @@ def test_who_starts_may_wait_for_its_data():
 
 
 def alarms(steps: int, seed: int) -> int:
-    """How often a healthy program would have been taken for stuck."""
+    """The number of times that a healthy program would have been taken for stuck."""
     monitor, patience, found = IterationMonitor(Limits(floor=CONFIG.hang_floor_seconds)), Patience(), 0
     for gap in gaps(steps, seed):
         inside = monitor.limit() or CONFIG.first_iteration_seconds

@@ -21,11 +21,11 @@ from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense.sensors import SENSORS, Sensor, SensorMemory
 from unicron_ctl.shared.protocol import wire
 
-CHECKED = 1  # calls with findings of a scenario's own sensors that are checked, beside the first and the middle one
+CHECKS = 1  # calls with findings of a scenario's own sensors that are checked, beside the first and the middle one
 CACHES = {"counted", "planned"}  # fields that follow from others, and are computed when they are needed
 
 
-def frozen(value: Any, seen: frozenset[int] = frozenset()) -> Any:
+def flat(value: Any, seen: frozenset[int] = frozenset()) -> Any:
     """The value as something that can be compared, down to its last field."""
     if isinstance(value, enum.Enum | str | bytes | int | float | bool | type(None)):
         return repr(value)  # NaN equals itself so
@@ -35,18 +35,18 @@ def frozen(value: Any, seen: frozenset[int] = frozenset()) -> Any:
     if isinstance(value, np.ndarray):
         return value.shape, value.tobytes()
     if isinstance(value, Mapping):
-        return [(frozen(key, seen), frozen(item, seen)) for key, item in value.items()]
+        return [(flat(key, seen), flat(item, seen)) for key, item in value.items()]
     if isinstance(value, set | frozenset):
-        return sorted(str(frozen(item, seen)) for item in value)
+        return sorted(str(flat(item, seen)) for item in value)
     if isinstance(value, list | tuple | deque):
-        return [frozen(item, seen) for item in value]
+        return [flat(item, seen) for item in value]
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value) if field.name not in CACHES]
-        return type(value).__name__, [(name, frozen(getattr(value, name), seen)) for name in names]
+        return type(value).__name__, [(name, flat(getattr(value, name), seen)) for name in names]
     if hasattr(value, "__struct_fields__"):
-        return type(value).__name__, [(name, frozen(getattr(value, name), seen)) for name in value.__struct_fields__]
+        return type(value).__name__, [(name, flat(getattr(value, name), seen)) for name in value.__struct_fields__]
     if hasattr(value, "__dict__") and not callable(value):
-        return type(value).__name__, frozen(vars(value), seen)
+        return type(value).__name__, flat(vars(value), seen)
     return type(value).__name__
 
 
@@ -54,13 +54,13 @@ def test_what_is_compared_sees_a_change_anywhere():
     world = World()
     world.start_job()
     view, memory = world.core.view, world.core.runtime(world.job()).sensors
-    before = frozen(view), frozen(memory)
+    before = flat(view), flat(memory)
     view.live.agent("1", 1).repeated["x"] = 1.0
     memory.times.phases.shares = np.ones(3)
-    assert frozen(view) != before[0] and frozen(memory) != before[1]
+    assert flat(view) != before[0] and flat(memory) != before[1]
 
 
-def copied(view: View, job: JobView, memory: SensorMemory) -> tuple[View, JobView, SensorMemory]:
+def copies_of(view: View, job: JobView, memory: SensorMemory) -> tuple[View, JobView, SensorMemory]:
     """Copies that share nothing with the originals, and whose memory is apart from the job."""
     keep = {id(one): one for one in (view.config, view.classifier, view.slurm.seen, view.unread)}
     new_view, new_job = copy.deepcopy((view, job), dict(keep))
@@ -69,20 +69,20 @@ def copied(view: View, job: JobView, memory: SensorMemory) -> tuple[View, JobVie
 
 def check(sensor: Sensor, view: View, job: JobView, memory: SensorMemory) -> None:
     """Asserts what the table says about this sensor."""
-    first, second = copied(view, job, memory), copied(view, job, memory)
-    before = [frozen(argument) for argument in first]
+    first, second = copies_of(view, job, memory), copies_of(view, job, memory)
+    before = [flat(argument) for argument in first]
     outcomes = [sensor.sense(*first), sensor.sense(*second)]
-    assert frozen(outcomes[0]) == frozen(outcomes[1]), f"{sensor.name}: equal arguments, another result"
-    assert frozen(first[2]) == frozen(second[2]), f"{sensor.name}: equal arguments, another memory"
-    assert frozen(first[0]) == before[0], f"{sensor.name} changes the view"
-    assert frozen(first[1]) == before[1], f"{sensor.name} changes the job"
+    assert flat(outcomes[0]) == flat(outcomes[1]), f"{sensor.name}: equal arguments, another result"
+    assert flat(first[2]) == flat(second[2]), f"{sensor.name}: equal arguments, another memory"
+    assert flat(first[0]) == before[0], f"{sensor.name} changes the view"
+    assert flat(first[1]) == before[1], f"{sensor.name} changes the job"
     for field in dataclasses.fields(SensorMemory):
         if field.name not in sensor.changes:
-            same = frozen(getattr(first[2], field.name)) == frozen(getattr(memory, field.name))
+            same = flat(getattr(first[2], field.name)) == flat(getattr(memory, field.name))
             assert same, f"{sensor.name} changes {field.name}"
 
 
-class Watched:
+class Watch:
     """Stands in the table for a sensor. Notes at which calls it finds something, and checks those that it is told."""
 
     def __init__(self, sensor: Sensor, at: Collection[int]) -> None:
@@ -106,8 +106,8 @@ class Watched:
 
 def run(
     scenario: Callable[[], object], monkeypatch: pytest.MonkeyPatch, at: Mapping[str, Collection[int]]
-) -> list[Watched]:
-    watched = [Watched(sensor, at.get(sensor.name, ())) for sensor in SENSORS]
+) -> list[Watch]:
+    watched = [Watch(sensor, at.get(sensor.name, ())) for sensor in SENSORS]
     rows = zip(SENSORS, watched, strict=True)
     monkeypatch.setattr(turn, "SENSORS", tuple(sensor._replace(sense=one) for sensor, one in rows))
     scenario()
@@ -267,7 +267,7 @@ def test_a_sensor_changes_only_the_memory_that_it_names(
     """The scenario runs twice: the first time shows at which calls a sensor finds something, and these are checked."""
     first = run(scenario, monkeypatch, {})
     own = [one for one in first if one.sensor.name in SCENARIOS[scenario]]
-    at = {one.sensor.name: {1, one.calls // 2, *one.news[:CHECKED]} for one in own}
+    at = {one.sensor.name: {1, one.calls // 2, *one.news[:CHECKS]} for one in own}
     again = run(scenario, monkeypatch, at)
     assert [one.news for one in again] == [one.news for one in first], "the scenario is the same each time"
     assert {one.sensor.name for one in again if one.news} >= set(SCENARIOS[scenario])
