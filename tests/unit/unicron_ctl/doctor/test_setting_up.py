@@ -115,11 +115,7 @@ def test_only_what_slurm_conf_lacks_is_printed_and_other_words_stay() -> None:
 @pytest.mark.parametrize("wanted", CONF_LINES, ids=lambda wanted: wanted.name)
 def test_each_line_is_met_by_itself(wanted) -> None:
     line = wanted.line(SlurmSettings({wanted.name: "0" if wanted.name != "HealthCheckNodeState" else "IDLE"}))
-    if wanted.name in (
-        "Prolog",
-        "Epilog",
-        "HealthCheckProgram",
-    ):
+    if wanted.name in ("Prolog", "Epilog", "HealthCheckProgram"):
         # Any program counts here: the nodes say whether it is ours.
         assert line == "" and wanted.line(SlurmSettings()).startswith(f"{wanted.name}=")
     else:

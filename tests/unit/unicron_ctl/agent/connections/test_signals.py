@@ -17,8 +17,7 @@ def test_a_signal_that_ends_scontrol_does_not_hide_the_answer(
     """Defect: Slurm's SIGTERM reached the scontrol that was asked, too, and the ranks got one more from the agent."""
     calls, answer = tmp_path / "calls", "echo 'ProctrackType           = proctrack/linuxproc'"
     program(
-        tmp_path / "scontrol",
-        f'echo >> "{calls}"\n[ $(wc -l < "{calls}") -gt {signals} ] || kill -TERM $$\n{answer}',
+        tmp_path / "scontrol", f'echo >> "{calls}"\n[ $(wc -l < "{calls}") -gt {signals} ] || kill -TERM $$\n{answer}'
     )
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert proctrack_type() == found
