@@ -16,7 +16,7 @@ import pytest
 from tests.support.processes import is_alive, state_of, wait_for
 from tests.support.warm import OfAll, Warm
 from unicron_ctl.agent.ranks.zygote_client import TRIES, ZygoteClient
-from unicron_detector.processes.supervise import Child, adopt_orphans, reap_orphans
+from unicron_detector.processes.supervise import Child, Surroundings, adopt_orphans, reap_orphans
 
 pytestmark = pytest.mark.process
 
@@ -53,7 +53,7 @@ def begin():
 def run_warm(warm: Warm, tmp_path: Path, **settings: str) -> tuple[int | None, str, str]:
     """(exit code, standard output, standard error) of a forked process."""
     with (tmp_path / "out").open("w+b") as out:
-        coming = warm.request_fork(warm.environment | settings, stdout=out.fileno())
+        coming = warm.request_fork(warm.environment | settings, surroundings=Surroundings(stdout=out.fileno()))
         child = coming.child() if coming is not None else None
         assert child is not None, coming.cold if coming is not None else warm.why
         code = child.reap(60.0)
@@ -66,7 +66,8 @@ def run_warm(warm: Warm, tmp_path: Path, **settings: str) -> tuple[int | None, s
 def test_a_fork_runs_on_the_cpus_of_its_own_task(begin, script, tmp_path: Path) -> None:
     warm, cpu = begin(script("import os\nprint(os.sched_getaffinity(0))\n")), min(os.sched_getaffinity(0))
     with (tmp_path / "out").open("w+b") as out:
-        coming = warm.request_fork(warm.environment, None, out.fileno(), frozenset({cpu}))
+        around = Surroundings(stdout=out.fileno(), cpus=frozenset({cpu}))
+        coming = warm.request_fork(warm.environment, surroundings=around)
         child = coming.child()
         assert child is not None and child.reap(60.0) == 0, coming.cold
         child.close()
@@ -142,7 +143,8 @@ def test_what_ends_a_steps_ranks_leaves_the_zygote_alone_and_says_nothing(script
     asks = script("import signal\nprint(signal.getsignal(signal.SIGINT))\n")
     warm = begin(asks)
     with (tmp_path / "out").open("w+b") as out:
-        assert warm.request_fork(warm.environment, stdout=out.fileno()) is not None  # it is ready
+        around = Surroundings(stdout=out.fileno())
+        assert warm.request_fork(warm.environment, surroundings=around) is not None  # it is ready
     assert warm.zygote.pid is not None
     os.kill(warm.zygote.pid, signal.SIGINT)
     assert run_warm(warm, tmp_path) == run_cold(warm, asks)  # who started the tests may ignore it

@@ -20,12 +20,7 @@ def slurm(cluster: LocalCluster, *words: object) -> str:
 
 
 def submit_training(
-    cluster: LocalCluster,
-    controller: Controller,
-    folder: Path,
-    *options: str,
-    launch: str = "",
-    **variables: object,
+    cluster: LocalCluster, controller: Controller, folder: Path, *options: str, launch: str = "", **variables: object
 ) -> str:
     """Submit a training without end, and return the number of its job.
 

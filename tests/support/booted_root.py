@@ -63,25 +63,8 @@ class BootedRoot:
     def run(self, script: str, user: str = "root", seconds: float = 300.0, check: bool = True) -> str:
         """What a shell script prints, its errors among it. Raises AssertionError with that where it fails."""
         pid = self._first_process()
-        words = [
-            "nsenter",
-            "-t",
-            str(pid),
-            "-m",
-            "-p",
-            "-C",
-            "-u",
-            "-i",
-            "env",
-            "-i",
-            "PATH=/usr/sbin:/usr/bin:/sbin:/bin",
-        ]
-        words += [
-            "LANG=C.UTF-8",
-            "TERM=dumb",
-            "DEBIAN_FRONTEND=noninteractive",
-            f"PIP_CERT={os.environ.get('PIP_CERT', '')}",
-        ]
+        words = f"nsenter -t {pid} -m -p -C -u -i env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8".split()
+        words += ["TERM=dumb", "DEBIAN_FRONTEND=noninteractive", f"PIP_CERT={os.environ.get('PIP_CERT', '')}"]
         words += ["su", "-", user, "-s", "/bin/bash", "-c", f"cd ~; export DEBIAN_FRONTEND=noninteractive; {script}"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL)
         assert not check or done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"

@@ -62,8 +62,8 @@ class Controller:
     """A unicrond whose configuration, state and log lie in a folder of its own.
 
     settings: lines of [controller], in place of those of the same names in `usual`; it acts in all partitions unless
-    they have tables of their own. environment: instead of the one
-    outside Slurm. `lent`: whether it is a fork of the tests' zygote, whatever its command is.
+    they have tables of their own. environment: instead of the one outside Slurm. `lent`: whether it is a fork of the
+    tests' zygote, whatever its command is.
     """
 
     usual = CALM

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fake_programs import program
 from tests.support.processes import wait_for
 
 LIMIT = 20.0  # seconds; the sruns here would take longer
@@ -18,12 +19,10 @@ class Sruns:
 
     def __init__(self, folder: Path):
         self._started, self._ended = folder / "srun", folder / "scancel"
+        (folder / "bin").mkdir()
         for name, line in (("srun", "exec sleep 300"), ("scancel", "exit 0")):
-            path = folder / "bin" / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(f'#!/bin/sh\necho "$1" | sed s/job-// >> {folder}/{name}\n{line}\n')
-            path.chmod(0o755)
-        self.environment = {"PATH": f"{path.parent}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+            program(folder / "bin" / name, f'echo "$1" | sed s/job-// >> {folder}/{name}\n{line}')
+        self.environment = {"PATH": f"{folder}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
 
     def _names(self) -> list[str]:
         return self._started.read_text().splitlines() if self._started.exists() else []

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from tests.support.warm import warm
-from unicron_detector.processes.supervise import ForkedProcess
+from unicron_detector.processes.supervise import ForkedProcess, Surroundings
 from unicron_detector.processes.zygote import READ_IN_C
 
 AGENT, CONTROLLER = (str(Path(__file__).resolve().with_name(f"lent_{name}.py")) for name in ("agent", "controller"))
@@ -42,7 +42,7 @@ class Fork:
             os.close(writing)
 
     def _begin(self, words: list[str], output: int) -> None:
-        coming = warm().request_fork(warm().environment, words, output)
+        coming = warm().request_fork(warm().environment, words, Surroundings(stdout=output))
         assert coming is not None and coming.pid is not None, coming.cold if coming is not None else warm().why
         self._name, self._stderr = words[0], coming.stderr  # until the program has another one
         os.set_blocking(self._stderr, False)

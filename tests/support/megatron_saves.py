@@ -93,9 +93,6 @@ def save_rank(folder: Path, chunks, optimizer, scheduler) -> None:
         optimizer.save_parameter_state(str(at / "distrib_optim.pt"))
     if parallel_state.get_data_parallel_rank() == 0:
         torch.save(found, at / "model_optim_rng.pt")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATIONS))
 
 
 def save(folder: Path, chunks, optimizer, scheduler) -> None:
@@ -111,9 +108,6 @@ def save(folder: Path, chunks, optimizer, scheduler) -> None:
     found = state_dict(chunks, optimizer, scheduler, False)
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
     dist_checkpointing.save(found, str(at), strategy, content_metadata=kept)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATIONS))
 
 
 def loads_without_transformer_engine() -> None:
@@ -166,12 +160,9 @@ def begin(folder: Path, out: Path, chunks, optimizer, scheduler) -> int:
     iteration = checkpoints.load(state)
     assert iteration is not None
     layout, size = f"TP{tiny_gpt.TENSOR} PP{tiny_gpt.PIPELINE}", tiny_gpt.TENSOR * tiny_gpt.PIPELINE
-    pipeline, tensor = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
+    place = parallel_state.get_pipeline_model_parallel_rank() * tiny_gpt.TENSOR
+    place += parallel_state.get_tensor_model_parallel_rank()
     data, count = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    place = pipeline * tiny_gpt.TENSOR + tensor
     if state.sharded or data == 0:
         shard = (data, count) if state.sharded else (0, 1)
         checkpoints.save_last(state, iteration, Writer(place, size, *shard, layout=layout))
@@ -220,6 +211,9 @@ def main() -> None:
     if what == "save":
         train(chunks, optimizer, scheduler, range(ITERATIONS))
         (save if FORMAT == "torch_dist" else save_rank)(folder, chunks, optimizer, scheduler)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATIONS))
     elif what == "begin":
         told = {"iteration": begin(folder, out, chunks, optimizer, scheduler)}
     else:

@@ -62,17 +62,14 @@ class Loop:
     def __init__(self, options, device, chunks, optimizer, scheduler):
         import gpt_model
         import train_gpt
-        from megatron.core import parallel_state
+        from megatron.core import parallel_state as mpu
 
         self.options, self.chunks, self.optimizer, self.scheduler = options, chunks, optimizer, scheduler
         self.fetch = train_gpt.make_fetch(train_gpt.build_dataset(options), options)
         self.forward_step = gpt_model.make_forward_step(options, device)
-        self.pipeline = parallel_state.get_pipeline_model_parallel_rank()
-        self.tensor = parallel_state.get_tensor_model_parallel_rank()
-        self.replica, self.count = (
-            parallel_state.get_data_parallel_rank(),
-            parallel_state.get_data_parallel_world_size(),
-        )
+        self.pipeline = mpu.get_pipeline_model_parallel_rank()
+        self.tensor = mpu.get_tensor_model_parallel_rank()
+        self.replica, self.count = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.mine = list(range(self.replica, options.micro_batches, self.count))
         if os.environ.get("PLAIN_ORDER") == "reversed":
             self.mine.reverse()

@@ -26,14 +26,7 @@ def train(dataset, ranks: int, *arguments: object, script: Path = PLAIN, **envir
 def run(dataset, ranks: int, *arguments: object, script: Path, **environment: str) -> str:
     """The output of rank 0."""
     started = [
-        Script(
-            script,
-            "--data-path",
-            dataset,
-            *SMALL,
-            *arguments,
-            environment=each | environment,
-        )
+        Script(script, "--data-path", dataset, *SMALL, *arguments, environment=each | environment)
         for each in of_a_world(ranks)
     ]
     ended = [each.wait() for each in started]

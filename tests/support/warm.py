@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.support.processes import outside_slurm
 from unicron_ctl.agent.ranks.zygote_client import ANSWER_SECONDS, HUNG_SECONDS, Coming, ZygoteClient
-from unicron_detector.processes.supervise import Child, Surroundings, adopt_orphans
+from unicron_detector.processes.supervise import USUAL, Child, Surroundings, adopt_orphans
 from unicron_detector.processes.zygote import READ_IN_C
 
 SCRIPT = Path(__file__).resolve().with_name("tiny_gpt.py")
@@ -62,16 +62,12 @@ class Warm:
         return self.zygote.why
 
     def request_fork(
-        self,
-        environment: Mapping[str, str],
-        words: list[str] | None = None,
-        stdout: int = 1,
-        cpus: frozenset[int] = frozenset(),
+        self, environment: Mapping[str, str], words: list[str] | None = None, surroundings: Surroundings = USUAL
     ) -> Coming | None:
         """As :meth:`ZygoteClient.request_fork`; settled."""
         adopt_orphans()
         try:
-            coming = self.zygote.request_fork(environment, words, Surroundings(stdout=stdout, cpus=cpus))
+            coming = self.zygote.request_fork(environment, words, surroundings)
             self.serve(lambda: coming is None or coming.settled)
         finally:
             adopt_orphans(False)
@@ -99,20 +95,13 @@ class OfAll(Warm):
     patience = (LIMIT, LIMIT)
 
     def request_fork(
-        self,
-        environment: Mapping[str, str],
-        words: list[str] | None = None,
-        stdout: int = 1,
-        cpus: frozenset[int] = frozenset(),
-        surroundings: Surroundings | None = None,
+        self, environment: Mapping[str, str], words: list[str] | None = None, surroundings: Surroundings = USUAL
     ) -> Coming | None:
         self.serve(lambda: self.zygote.ready or bool(self.why), LOAD_LIMIT)  # or it has died
-        if surroundings is not None:
-            stdout, cpus = surroundings.stdout, surroundings.cpus
         own = {name: value for name, value in environment.items() if not READ_IN_C.fullmatch(name)}
         early = {name: value for name, value in self.environment.items() if READ_IN_C.fullmatch(name)}
         script = environment.get("TINY_SCRIPT", str(SCRIPT))
-        return super().request_fork({**own, **early}, words or [script], stdout, cpus)
+        return super().request_fork({**own, **early}, words or [script], surroundings)
 
 
 _warm: Warm | None = None
@@ -133,7 +122,7 @@ class Script:
     def __init__(self, script: Path | str, *arguments: object, environment: Mapping[str, str]):
         self.command = [str(word) for word in (script, *arguments)]
         self._output = tempfile.TemporaryFile()
-        coming = warm().request_fork(environment, self.command, self._output.fileno())
+        coming = warm().request_fork(environment, self.command, Surroundings(stdout=self._output.fileno()))
         child = coming.child() if coming is not None else None
         assert child is not None, coming.cold if coming is not None else warm().why
         self._child: Child = child

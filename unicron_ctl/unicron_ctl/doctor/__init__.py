@@ -10,6 +10,4 @@ COMMANDS = {
         "unicron_ctl.doctor.setup_command:command", "Write unicron.toml, and say what else an installation takes."
     ),
 }
-SCHEMAS = {
-    "doctor": "unicron_ctl.doctor.doctor_command:DoctorReport",
-}
+SCHEMAS = {"doctor": "unicron_ctl.doctor.doctor_command:DoctorReport"}

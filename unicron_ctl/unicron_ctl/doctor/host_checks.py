@@ -80,8 +80,7 @@ def _config_problems(case: Case) -> Iterator[Finding]:
         yield problem(f"{mine.path}: {text}", f"edit {quote(mine.path)}; unicronctl config check")
     if not mine.address and case.host.role != HEAD:
         yield problem(
-            f"{mine.path} does not say where the controller is",
-            'write address = "tcp://HOST:7451" into [controller]',
+            f"{mine.path} does not say where the controller is", 'write address = "tcp://HOST:7451" into [controller]'
         )
     if mine.digest != first.digest:
         yield problem(

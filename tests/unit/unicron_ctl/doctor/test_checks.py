@@ -186,11 +186,7 @@ NODE: list[tuple[str, dict[str, Any], str]] = [
     ("epilog", {"epilog": ScriptFacts()}, "problem"),
     ("health-check", {"health_program": ScriptFacts()}, "problem"),
     ("health-check", {"health_program": ScriptFacts(found=["/x"])}, "problem"),
-    (
-        "health-check",
-        {"health_program": ScriptFacts(found=["/h"], ours=["/h"], blocked=["/h"])},
-        "problem",
-    ),
+    ("health-check", {"health_program": ScriptFacts(found=["/h"], ours=["/h"], blocked=["/h"])}, "problem"),
     ("health-check", {"health": HealthFacts()}, "advice"),
     ("health-check", {"health__problem": "No module named 'unicron'"}, "problem"),
 ]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fake_programs import program
 from unicron_ctl.doctor import host_checks, host_facts, on_nodes, reach_checks
 from unicron_ctl.doctor.facts import COMPUTE, HEAD, LOGIN, HostFacts, Inspection, PluginFacts, Question, SiteFacts
 from unicron_ctl.doctor.on_nodes import (
@@ -105,8 +106,7 @@ def test_where_plugstack_may_be_of_a_configless_host() -> None:
 def test_scripts_that_are_ours_or_call_ours_are_known(tmp_path: Path) -> None:
     (tmp_path / "10-site").write_text("#!/bin/sh\n")
     (tmp_path / "50-unicron").write_text("#!/bin/sh\n# Unicron's\n")
-    (tmp_path / "60-calls").write_text("#!/bin/sh\nexec /usr/local/sbin/unicron-health\n")
-    (tmp_path / "60-calls").chmod(0o755)
+    program(tmp_path / "60-calls", "exec /usr/local/sbin/unicron-health")
     found = host_checks.scripts([f"{tmp_path}/*"])
     assert [Path(path).name for path in found.found] == ["10-site", "50-unicron", "60-calls"]
     assert [Path(path).name for path in found.ours] == ["50-unicron", "60-calls"]
@@ -133,8 +133,7 @@ def test_an_agent_is_asked_for_its_release(tmp_path: Path) -> None:
     agent = tmp_path / "unicron-agent"
     asked = Inspection(Question(role=COMPUTE), agent=str(agent))
     assert reach_checks.agent_facts(asked).problem == "No such file or directory"
-    agent.write_text("#!/bin/sh\necho unicron-agent 0.1.0\n")
-    agent.chmod(0o755)
+    program(agent, "echo unicron-agent 0.1.0")
     assert reach_checks.agent_facts(asked).release == "0.1.0"
     agent.write_text("#!/bin/sh\necho no such thing >&2; exit 3\n")
     assert reach_checks.agent_facts(asked).problem == "no such thing"

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from syrupy.assertion import SnapshotAssertion
 
+from tests.support.fake_programs import program
 from unicron_ctl.doctor.facts import PluginFacts
 from unicron_ctl.doctor.first_file import Wish, unicron_toml
 from unicron_ctl.doctor.plugstack import lines_of
@@ -43,10 +44,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "node").write_text(NODES)
     (tmp_path / "partition").write_text("PartitionName=gpu State=UP TotalNodes=2\nPartitionName=cpu State=UP\n")
     (tmp_path / "level").write_text("")
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\nfor word; do :; done\ncat {tmp_path}/"$word" 2>/dev/null; exit 0\n')
-    (tmp_path / "sacctmgr").write_text(f"#!/bin/sh\ncat {tmp_path}/level\n")
-    for name in ("scontrol", "sacctmgr"):
-        (tmp_path / name).chmod(0o755)
+    program(tmp_path / "scontrol", f'for word; do :; done\ncat {tmp_path}/"$word" 2>/dev/null; exit 0')
+    program(tmp_path / "sacctmgr", f"cat {tmp_path}/level")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("SLURM_CONF", raising=False)
     return tmp_path
@@ -116,11 +115,7 @@ def test_only_what_slurm_conf_lacks_is_printed_and_other_words_stay() -> None:
 @pytest.mark.parametrize("wanted", CONF_LINES, ids=lambda wanted: wanted.name)
 def test_each_line_is_met_by_itself(wanted) -> None:
     line = wanted.line(SlurmSettings({wanted.name: "0" if wanted.name != "HealthCheckNodeState" else "IDLE"}))
-    if wanted.name in (
-        "Prolog",
-        "Epilog",
-        "HealthCheckProgram",
-    ):
+    if wanted.name in ("Prolog", "Epilog", "HealthCheckProgram"):
         # Any program counts here: the nodes say whether it is ours.
         assert line == "" and wanted.line(SlurmSettings()).startswith(f"{wanted.name}=")
     else:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+from tests.support.fake_programs import program
 from unicron_ctl.shared.protocol import client
 from unicron_ctl.shared.system.errors import PROBLEM_FOUND, UserError
 from unicron_ctl.tools.checkpoint import command
@@ -97,9 +98,7 @@ def scancel(tmp_path, monkeypatch):
 
     def made(line: str) -> Path:
         (tmp_path / "bin").mkdir()
-        program = tmp_path / "bin" / "scancel"
-        program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\n{line}\n')
-        program.chmod(0o755)
+        program(tmp_path / "bin" / "scancel", f'echo "$@" > {tmp_path}/words\n{line}')
         monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
         return tmp_path / "words"
 

@@ -52,23 +52,8 @@ def test_trace_b_has_its_own_length(capsys, words):
 
 
 def test_simulate_generates_draws_and_saves(files, capsys):
-    status, _, _ = call(
-        capsys,
-        "simulate",
-        "--generate",
-        "unicron",
-        "--days",
-        "30",
-        "--seed",
-        "2",
-        "--figure",
-        "a.svg",
-        "--html",
-        "a.html",
-        "--save-trace",
-        "again.csv",
-    )
-    assert status == 0
+    words = "--generate unicron --days 30 --seed 2 --figure a.svg --html a.html --save-trace again.csv"
+    assert call(capsys, "simulate", *words.split())[0] == 0
     assert (files / "a.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     again = ("simulate", "--trace", "again.csv", "--until", str(30 * 86400), "--json")
     first = call(capsys, *again)

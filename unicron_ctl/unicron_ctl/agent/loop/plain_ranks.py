@@ -78,12 +78,7 @@ class PlainRank(Rank):
     """One slot, whose process exists only within a generation."""
 
     def __init__(
-        self,
-        slot: int,
-        local: int,
-        command: Sequence[str],
-        counted: Progress,
-        surroundings: Surroundings = USUAL,
+        self, slot: int, local: int, command: Sequence[str], counted: Progress, surroundings: Surroundings = USUAL
     ):
         super().__init__(slot, local, command, lambda *_: {}, surroundings=surroundings)
         self.counted = counted

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fake_programs import program
 from unicron_ctl.agent.connections.signals import proctrack_type
 
 
@@ -14,11 +15,9 @@ def test_a_signal_that_ends_scontrol_does_not_hide_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: int, found: str
 ) -> None:
     """Defect: Slurm's SIGTERM reached the scontrol that was asked, too, and the ranks got one more from the agent."""
-    program, calls = tmp_path / "scontrol", tmp_path / "calls"
-    program.write_text(
-        f'#!/bin/sh\necho >> "{calls}"\n[ $(wc -l < "{calls}") -gt {signals} ] || kill -TERM $$\n'
-        "echo 'ProctrackType           = proctrack/linuxproc'\n"
+    calls, answer = tmp_path / "calls", "echo 'ProctrackType           = proctrack/linuxproc'"
+    program(
+        tmp_path / "scontrol", f'echo >> "{calls}"\n[ $(wc -l < "{calls}") -gt {signals} ] || kill -TERM $$\n{answer}'
     )
-    program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert proctrack_type() == found

@@ -399,10 +399,7 @@ def test_options_that_only_some_releases_of_torch_have_leave_a_job_protected() -
 def test_they_are_read_as_torchrun_reads_them(line: str) -> None:
     from torch.distributed.run import get_args_parser
 
-    real, ours = (
-        vars(get_args_parser().parse_args(shlex.split(line))),
-        read_options(TORCHRUN, shlex.split(line)),
-    )
+    real, ours = (vars(get_args_parser().parse_args(shlex.split(line))), read_options(TORCHRUN, shlex.split(line)))
     assert (ours.program, ours.words) == (real["training_script"], real["training_script_args"])
     for option in TORCHRUN.options:
         name = option.name

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.fake_programs import program
 from tests.support.processes import ROOT
 from unicron_ctl.agent.launchers.commands import LauncherStays
 from unicron_ctl.agent.launchers.readers import read_launcher
@@ -57,18 +58,14 @@ from unicron_ctl.agent.start import bare
     ],
 )
 def test_a_script_that_names_a_launcher(tmp_path: Path, text: str, found: bool) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(f"#!/bin/bash\n{text}\n")
-    script.chmod(0o700)
+    script = program(tmp_path / "run.sh", text, "bash")
     for command in (["bash", str(script)], ["bash", "-eux", str(script), "x"], [str(script)], ["bash", "-c", text]):
         assert launches(command) is found, command
     assert launches(["nice", "-n", "3", "env", "A=1", "bash", "-c", text]) is found
 
 
 def test_a_script_that_runs_its_arguments(tmp_path: Path) -> None:
-    script = tmp_path / "wrapper.sh"
-    script.write_text('#!/bin/bash\nexport A=1\nexec "$@"\n')
-    script.chmod(0o700)
+    script = program(tmp_path / "wrapper.sh", 'export A=1\nexec "$@"', "bash")
     assert launches([str(script), "torchrun", "train.py"]) and launches(["bash", str(script), "torchrun", "train.py"])
     assert launches([str(script), "python", "-u", "-m", "torch.distributed.run", "train.py"])
     assert not launches([str(script), "python", "train.py", "--launcher=torchrun"])
@@ -114,10 +111,7 @@ def run_shell(command: Sequence[str], environment: Mapping[str, str]) -> int:
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A program in the agent's place, which writes what it is given to a file."""
-    program = tmp_path / "agent"
-    program.write_text(f'#!/bin/sh\necho "$A|$@" >> {tmp_path}/given\n')
-    program.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(sys, "executable", str(program(tmp_path / "agent", f'echo "$A|$@" >> {tmp_path}/given')))
     return tmp_path / "given"
 
 
@@ -142,8 +136,7 @@ def test_a_python_that_runs_no_launcher_is_the_users_own_and_says_so(
 ) -> None:
     own = tmp_path / "bin"
     own.mkdir()
-    (own / "python").write_text(f'#!/bin/sh\necho "own $@ $PATH" >> {tmp_path}/given\n')
-    (own / "python").chmod(0o700)
+    program(own / "python", f'echo "own $@ $PATH" >> {tmp_path}/given')
     environment = os.environ | {"PATH": f"{own}:/usr/bin:/bin"}
     code = "python prepare.py; python -u -m torch.distributed.run t.py; python -m pkg torch.distributed.run; exit 3"
     assert run_shell(["bash", "-c", code], environment) == 3
@@ -269,9 +262,7 @@ def test_a_module_that_trains_in_its_own_process_gets_no_line() -> None:
 @pytest.mark.parametrize("shell", ["csh", "tcsh", "fish"])
 def test_a_launcher_in_a_shell_that_sets_path_itself_stays_and_a_line_says_so(shell: str, tmp_path: Path) -> None:
     """Defect: the agent did not read these shells' scripts, and nobody was told (docs/behaviour/shells.md)."""
-    script = tmp_path / "run.sh"
-    script.write_text(f"#!/bin/{shell}\n# deepspeed no\ncd work; torchrun --nproc-per-node 8 train.py\n")
-    script.chmod(0o700)
+    script = program(tmp_path / "run.sh", "# deepspeed no\ncd work; torchrun --nproc-per-node 8 train.py", shell)
     for command in (
         [shell, str(script)],
         ["nice", shell, "-f", str(script)],

@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fake_programs import program
 from tests.support.processes import call
 from unicron_ctl.lab.demo.stage import CHECK, check_python
 from unicron_ctl.shared.system.errors import UserError
-
-
-def program(folder: Path, text: str) -> Path:
-    path = folder / "python"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return path
 
 
 def test_one_that_trains_passes():
@@ -24,14 +18,14 @@ def test_one_that_trains_passes():
 
 
 def test_what_it_lacks_is_said(tmp_path):
-    bare = program(tmp_path, f'exec {sys.executable} -I -S "$@"')
+    bare = program(tmp_path / "python", f'exec {sys.executable} -I -S "$@"')
     with pytest.raises(UserError, match=r"lacks megatron, msgpack, numpy, torch, xxhash, zmq.*--python"):
         check_python(bare)
 
 
 @pytest.mark.parametrize("text", ["exit 0", "exit 1", "echo lacks; exit 1"])
 def test_another_program_is_refused(tmp_path, text, snapshot):
-    other = program(tmp_path, text)
+    other = program(tmp_path / "python", text)
     with pytest.raises(UserError) as refused:
         check_python(other)
     assert str(refused.value).replace(str(other), "PYTHON") == snapshot

@@ -99,17 +99,7 @@ ENDED = {"code": 0, "reason": "", "time": 0.0, "disowned": False}
 DATA: dict[str, Any] = {
     "observed": [],
     "plan": {},
-    "jobs": [
-        JOB,
-        JOB
-        | {
-            "job": "7",
-            "name": "b",
-            "ended": ENDED,
-            "mode": "session",
-            "last_failure": None,
-        },
-    ],
+    "jobs": [JOB, JOB | {"job": "7", "name": "b", "ended": ENDED, "mode": "session", "last_failure": None}],
     "nodes": [NODE, NODE | {"node": "n2", "health": None, "suspect": "", "last_event": None, "reason": ""}],
     "failures": [FAILURE],
     "attention": [{"reason": "gpu-a-0117 is to be set down by hand", "node": "", "since": 0.0, "job": ""}],

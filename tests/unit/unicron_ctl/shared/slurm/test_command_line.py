@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import stat
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from tests.support.fake_programs import slurm_in
 from tests.support.processes import ROOT
 from unicron_ctl.shared.slurm import ElementInfo, NodeInfo, SlurmError, command_line
 from unicron_ctl.shared.slurm.command_line import (
@@ -173,56 +173,35 @@ def test_gpus_are_counted(gres: str, count: int) -> None:
     assert count_gpus(gres) == count
 
 
-@pytest.mark.parametrize(
-    ("state", "reason", "held"),
-    [
-        ("PENDING", "JobHeldAdmin", True),
-        ("PENDING", "JobHeldUser", True),
-        ("PENDING", "job requeued in held state", True),
-        ("PENDING", "Resources", False),
-        ("RUNNING", "JobHeldAdmin", False),
-    ],
-)
-def test_held(state: str, reason: str, held: bool) -> None:
-    assert ElementInfo("1", 0, "1", state, None, reason, "", "", "", 0).held is held
-
-
-def _program(folder: Path, name: str, text: str) -> None:
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+def test_what_runs_is_not_held() -> None:
+    assert not ElementInfo("1", 0, "1", "RUNNING", None, "JobHeldAdmin", "", "", "", 0).held
 
 
 def test_a_slurm_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
-    _program(tmp_path, "scontrol", "exec sleep 60")
     with pytest.raises(SlurmTimeout, match=r"scontrol .* 0\.2 s"):
-        CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=0.2).nodes()
+        slurm_in(tmp_path, scontrol="exec sleep 60", timeout=0.2).nodes()
 
 
 def test_listings_of_other_columns_are_tried_again_without_texts(tmp_path: Path) -> None:
     """As a release would print them that counts letters where others count bytes."""
     facts = "7|2|9|PENDING|ann|1000|1970-01-02T00:00:01|5:00|12|N/A|main|(null)||(null)|n[3-4]".replace("|", "\\037")
-    _program(
-        tmp_path,
-        "squeue",
+    squeue = (
         'case "$*" in\n'
         "*-O*Name:*) printf 'nonsense';;\n"
         "*-O*) printf '%-11s\\037%-11s\\037%-6s\\037%-9s\\037%-64s\\037\\n' 7 2 3 0 JobHeldUser;;\n"
         f"*) printf '{facts}\\n';;\n"
-        "esac",
+        "esac"
     )
-    (info,) = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"}).elements()
+    (info,) = slurm_in(tmp_path, squeue=squeue).elements()
     assert (info.job, info.element, info.restarts, info.held, info.name) == ("7", 2, 3, True, "")
     assert info.excluded_nodes == {"n3", "n4"} and info.submitted == 86401.0
-    _program(tmp_path, "squeue", "printf nonsense")
     with pytest.raises(SlurmError, match="squeue: cannot read b'nonsense'"):
-        CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"}).elements()
+        slurm_in(tmp_path, squeue="printf nonsense").elements()
 
 
 def test_what_slurm_says_becomes_one_line(tmp_path: Path) -> None:
-    _program(tmp_path, "scontrol", "echo 'error: one' >&2; echo 'error: two' >&2; exit 3")
     with pytest.raises(SlurmError) as raised:
-        CommandLineClient(env={"PATH": str(tmp_path)}).down("n1", "unicron[node_problem]: x")
+        slurm_in(tmp_path, scontrol="echo 'error: one' >&2; echo 'error: two' >&2; exit 3").down("n1", "unicron[x]: x")
     assert str(raised.value) == "scontrol update NodeName=n1: error: one error: two"
 
 
@@ -260,8 +239,8 @@ def test_what_was_requeued_does_not_start_in_that_second(
 def test_formats_that_people_set_for_themselves_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SQUEUE_FORMAT", "%i")
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
-    _program(tmp_path, "sinfo", 'echo "slurm ${SQUEUE_FORMAT:-22}.${SLURM_TIME_FORMAT:-05}.8"')
-    assert CommandLineClient(env={"PATH": f"{tmp_path}"}).version() == "22.05.8"
+    client = slurm_in(tmp_path, sinfo='echo "slurm ${SQUEUE_FORMAT:-22}.${SLURM_TIME_FORMAT:-05}.8"')
+    assert client.version() == "22.05.8"
 
 
 def test_a_topology_tells_what_fails_together() -> None:
@@ -289,8 +268,7 @@ def test_topologies_of_partitions_fill_up_what_the_default_one_leaves_out(tmp_pa
         "PartitionName=c Topology=blk1 State=UP TotalNodes=2\nPartitionName=d Topology=blk1 State=UP",
     }
     cases = "".join(f"'--all --oneliner show {words}') echo '{text}';;\n" for words, text in shown.items())
-    _program(tmp_path, "scontrol", f'echo "$*" >> {tmp_path}/asked\ncase "$*" in\n{cases}*) exit 1;; esac')
-    client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    client = slurm_in(tmp_path, scontrol=f'echo "$*" >> {tmp_path}/asked\ncase "$*" in\n{cases}*) exit 1;; esac')
     assert client.domains() == {"n1": "s1", "n2": "b1", "n3": "b1"}
     assert (tmp_path / "asked").read_text().count("blk1") == 1, "each topology once"
     assert [partition.topology for partition in client.partitions()] == ["", "tree1", "blk1", "blk1"]
@@ -299,27 +277,24 @@ def test_topologies_of_partitions_fill_up_what_the_default_one_leaves_out(tmp_pa
 def test_what_the_default_topology_says_counts_first(tmp_path: Path) -> None:
     text = "SwitchName=top1 Level=0 LinkSpeed=0 Nodes=n1\\nPartitionName=b Topology=tree1 State=UP\\n"
     more = "SwitchName=s1 Level=0 LinkSpeed=0 Nodes=n[1-2]"
-    _program(tmp_path, "scontrol", f"case \"$*\" in *tree1) echo '{more}';; *) printf '{text}';; esac")
-    client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    client = slurm_in(tmp_path, scontrol=f"case \"$*\" in *tree1) echo '{more}';; *) printf '{text}';; esac")
     assert client.domains() == {"n1": "top1", "n2": "s1"}
 
 
 def test_settings_with_a_unit_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture, snapshot) -> None:
     """All releases print the unit. Defect: then KillWait was 30 s, whatever it was."""
     lines = ["KillWait = 7 sec", "PrivateData = jobs,nodes", "AccountingStorageType = (null)", "ReturnToService = 2"]
-    _program(tmp_path, "scontrol", f"printf '%s\\n' '{chr(10).join(lines)}'")
-    client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    client = slurm_in(tmp_path, scontrol=f"printf '%s\\n' '{chr(10).join(lines)}'")
     assert client.kill_wait() == 7.0 and client.private_data() == {"jobs", "nodes"}
     assert client.shrinks() == 1 and client.return_to_service() == 2 and not caplog.records
-    _program(tmp_path, "scontrol", "echo PrivateData = none")
-    client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    client = slurm_in(tmp_path, scontrol="echo PrivateData = none")
     assert [client.kill_wait() for _ in range(3)] == [30.0] * 3 and client.private_data() == set()
     assert caplog.messages == snapshot
 
 
 def test_lines_that_are_no_nodes_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, snapshot) -> None:
-    _program(tmp_path, "scontrol", 'case "$*" in *node) echo NodeName=n1 State=IDLE; echo Node=n2 Health=OK;; esac')
-    client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    scontrol = 'case "$*" in *node) echo NodeName=n1 State=IDLE; echo Node=n2 Health=OK;; esac'
+    client = slurm_in(tmp_path, scontrol=scontrol)
     assert [[node.name for node in client.nodes()] for _ in range(3)] == [["n1"]] * 3
     assert caplog.messages == snapshot
 
@@ -327,8 +302,7 @@ def test_lines_that_are_no_nodes_are_told_once(tmp_path: Path, caplog: pytest.Lo
 def test_only_the_jobs_of_this_cluster_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fed_display squeue shows a federation's other clusters, too, whose nodes may have the same names."""
     monkeypatch.setenv("SLURM_CLUSTERS", "all")
-    _program(tmp_path, "squeue", f'echo "$SLURM_CLUSTERS $*" >> {tmp_path}/asked')
-    client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    client = slurm_in(tmp_path, squeue=f'echo "$SLURM_CLUSTERS $*" >> {tmp_path}/asked')
     client.elements()
     client.others()
     client._id("7", 0)
@@ -342,13 +316,8 @@ def test_only_the_jobs_of_this_cluster_are_listed(tmp_path: Path, monkeypatch: p
 def test_resume_waits_until_slurm_has_heard_the_nodes_slurmd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that Slurm 24.11 shows for a moment as not responding, and one that stays so."""
     heard = f"case $(wc -l < {tmp_path}/asked) in 3) echo NodeName=n1 State=IDLE;; *) $silent;; esac"
-    _program(
-        tmp_path,
-        "scontrol",
-        "silent='echo NodeName=$5 State=IDLE+NOT_RESPONDING'\n"
-        f"case $* in *show*) echo >> {tmp_path}/asked; {heard};; esac",
-    )
-    client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    silent = "silent='echo NodeName=$5 State=IDLE+NOT_RESPONDING'\n"
+    client = slurm_in(tmp_path, scontrol=f"{silent}case $* in *show*) echo >> {tmp_path}/asked; {heard};; esac")
     client.resume("n1")
     assert (tmp_path / "asked").read_text().count("\n") == 3
     monkeypatch.setattr(command_line, "ANSWER_SECONDS", 0.3)
@@ -361,15 +330,13 @@ def test_resume_waits_until_slurm_has_heard_the_nodes_slurmd(tmp_path: Path, mon
 )
 def test_slurmds_port_is_slurm_confs_but_where_a_node_names_its_own(tmp_path: Path, said: str, port: int) -> None:
     """scontrol prints a node's port only where it differs from slurm.conf's. Defect: 6818 was taken for all others."""
-    _program(
-        tmp_path,
-        "scontrol",
+    scontrol = (
         'case "$*" in\n'
         f"*config*) echo x >> {tmp_path}/asked; printf 'SlurmctldPort  = 6817\\nSlurmdPort     = {said}\\n';;\n"
         "*node*) printf 'NodeName=n1 State=IDLE NodeAddr=n1\\nNodeName=n2 Port=7100 State=IDLE NodeAddr=n2\\n';;\n"
-        "esac",
+        "esac"
     )
-    client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    client = slurm_in(tmp_path, scontrol=scontrol)
     for _ in range(3):
         assert [node.port for node in client.nodes()] == [port, 7100]
     assert (tmp_path / "asked").read_text().count("x") == 1, "the configuration is asked for once a minute"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fake_programs import slurm_in
 from tests.support.processes import wait_for
 from unicron_ctl.shared.slurm import programs
-from unicron_ctl.shared.slurm.command_line import CommandLineClient
 from unicron_ctl.shared.slurm.programs import MOST_STUCK, Programs
 from unicron_ctl.shared.slurm.slurm_client import SlurmError, SlurmTimeout
 
@@ -72,10 +71,7 @@ def test_there_are_only_so_many_of_them_and_then_it_is_said_why(unkillable: list
 
 def test_pipes_that_somebody_keeps_open_hold_nobody_up(tmp_path: Path) -> None:
     """A child in a session of its own has the program's output."""
-    path = tmp_path / "scontrol"
-    path.write_text("#!/bin/sh\nsetsid sleep 20 &\nexec sleep 20\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    client = CommandLineClient(env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=0.3)
+    client = slurm_in(tmp_path, timeout=0.3, scontrol="setsid sleep 20 &\nexec sleep 20")
     began = time.monotonic()
     with pytest.raises(SlurmTimeout, match=r" 0\.3 s"):
         client.nodes()

@@ -127,13 +127,7 @@ def test_an_element_that_has_begun_already_is_started_again_without_a_word(fake:
 
 
 @pytest.mark.parametrize(
-    ("text", "indices"),
-    [
-        ("4", [4]),
-        ("0-3", [0, 1, 2, 3]),
-        ("0-6:2,9", [0, 2, 4, 6, 9]),
-        ("1,3-4%2", [1, 3, 4]),
-    ],
+    ("text", "indices"), [("4", [4]), ("0-3", [0, 1, 2, 3]), ("0-6:2,9", [0, 2, 4, 6, 9]), ("1,3-4%2", [1, 3, 4])]
 )
 def test_index_lists(text: str, indices: list[int]) -> None:
     assert expand_indices(text) == indices

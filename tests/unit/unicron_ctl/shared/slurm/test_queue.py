@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import stat
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.fake_programs import slurm_in
 from unicron_ctl.controller.model.view import Listing
 from unicron_ctl.shared.slurm import CommandLineClient, SlurmError, command_line, queue, squeue
 from unicron_ctl.shared.slurm.slurm_client import Queue
@@ -127,11 +127,8 @@ def test_many_on_the_same_nodes_are_told_apart_up_to_a_number() -> None:
 
 
 def _squeue(folder: Path, *cases: tuple[str, str]) -> CommandLineClient:
-    path = folder / "squeue"
-    said = "".join(f"{pattern}) {command};;\n" for pattern, command in cases)
-    path.write_text(f'#!/bin/sh\necho "$*" >> {folder}/asked\ncase "$*" in\n{said}esac\n')
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return CommandLineClient(env={"PATH": f"{folder}:/usr/bin:/bin"})
+    printed = "".join(f"{pattern}) {command};;\n" for pattern, command in cases)
+    return slurm_in(folder, squeue=f'echo "$*" >> {folder}/asked\ncase "$*" in\n{printed}esac')
 
 
 def test_a_release_that_prints_texts_otherwise_is_asked_without_them(tmp_path: Path) -> None:

@@ -58,8 +58,7 @@ def test_host_and_port(host: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
-    [(":0", ("", 0)), ("head:65535", ("head", 65535)), ("[::]:7", ("::", 7)), ("*:7", ("*", 7))],
+    ("text", "place"), [(":0", ("", 0)), ("head:65535", ("head", 65535)), ("[::]:7", ("::", 7)), ("*:7", ("*", 7))]
 )
 def test_a_place_to_listen_at(text: str, place: tuple[str, int]) -> None:
     assert split(text, listens=True) == place

@@ -24,10 +24,7 @@ print(json.dumps([before == dict(os.environ), "numpy" in sys.modules, len(os.lis
 
 @pytest.mark.parametrize(
     ("module", "told"),
-    [
-        ("unicron_ctl.controller.server.server", {}),
-        ("unicron_ctl.controller.server.server", {THREADS: "2"}),
-    ],
+    [("unicron_ctl.controller.server.server", {}), ("unicron_ctl.controller.server.server", {THREADS: "2"})],
 )
 def test_what_is_imported_has_no_threads_unless_the_user_wants_them(module, told):
     environment = {name: value for name, value in os.environ.items() if name not in (THREADS, "OMP_NUM_THREADS")}

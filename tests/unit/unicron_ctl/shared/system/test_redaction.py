@@ -31,8 +31,7 @@ def test_a_short_value_is_taken_out_only_where_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    "WANDB_API_KEY AWS_SECRET_ACCESS_KEY HF_TOKEN PGPASSWORD SLACK_WEBHOOK_URL MY_KEY SLURM_JWT DB_PASS".split(),
+    "name", "WANDB_API_KEY AWS_SECRET_ACCESS_KEY HF_TOKEN PGPASSWORD SLACK_WEBHOOK_URL MY_KEY SLURM_JWT DB_PASS".split()
 )
 def test_names_of_secrets(name: str) -> None:
     assert secret_values({name: "plainword"}) == ["plainword"]

@@ -38,9 +38,10 @@ def test_what_hangs_is_given_up_and_the_next_ones_at_once_until_it_has_ended() -
 
 def test_a_thread_is_used_again_and_one_that_hangs_is_replaced() -> None:
     """Defect: each call had a thread of its own, and strangers can ask for thousands a second."""
-    limit, go_on = TimeLimit(0.5, 2, "test-reused"), threading.Event()
+    limit, go_on = TimeLimit(30.0, 2, "test-reused"), threading.Event()
     assert len({limit.run(threading.get_ident) for _ in range(100)}) == 1
-    with pytest.raises(TimeoutError):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TimeoutError):
+        patch.setattr(limit, "_seconds", 0.05)
         limit.run(go_on.wait)
     first = limit.run(threading.get_ident)
     assert {limit.run(threading.get_ident) for _ in range(100)} == {first}
