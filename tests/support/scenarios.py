@@ -93,17 +93,23 @@ def allocation_row(nodes: str | None, state: str = "RUNNING", restarts: int = 0)
     return {"state": state, "node": nodes, "restarts": restarts, **facts}
 
 
-def allocation_job(nodes: int = 3, free: int = 1, stated: bool = False) -> Scenario:
+def allocation_job(
+    nodes: int = 3, free: int = 1, stated: bool = False, config: Mapping[str, Any] | None = None, **settings: Any
+) -> Scenario:
     """Job 1 has n1, n2, ... as one allocation, with an agent on each. stated: its owner has stated a minimum."""
-    world = World(FakeSlurm(nodes + free))
+    world = World(FakeSlurm(nodes + free), **(config or {}))
     world.slurm.queue["1", 0] = allocation_row(f"n[1-{nodes}]")
-    return world, [allocation_comes(world, element, f"n{element + 1}", nodes, stated) for element in range(nodes)]
+    return world, [
+        allocation_comes(world, element, f"n{element + 1}", nodes, stated, **settings) for element in range(nodes)
+    ]
 
 
-def allocation_comes(world: World, element: int, node: str, nodes: int = 3, stated: bool = False) -> FakeAgent:
+def allocation_comes(
+    world: World, element: int, node: str, nodes: int = 3, stated: bool = False, no_kill: bool = False, **settings: Any
+) -> FakeAgent:
     """An agent of an allocation registers."""
-    agent = FakeAgent(world, "1", element, node, nodes=nodes)
-    agent.settings.allocation, agent.settings.min_stated = True, stated
+    agent = FakeAgent(world, "1", element, node, nodes=nodes, **settings)
+    agent.settings.allocation, agent.settings.min_stated, agent.settings.no_kill = True, stated, no_kill
     agent.register()
     return agent
 
@@ -156,6 +162,12 @@ def submit(world: World, job: str, count: int, weight: float = 1.0, **facts: Any
     """The job's elements are submitted, and agents come where Slurm runs them. facts: of `FakeSlurm.submit`."""
     world.slurm.submit(job, count, **facts)
     return start(world, job, count, weight)
+
+
+def grow_back(world: World, count: int = 3, seconds: float = 1.0) -> None:
+    """Agents start where Slurm runs elements (:func:`follow`), and their ranks come in at the next boundary."""
+    ready(world, follow(world, "1", count), after=seconds)
+    boundary(world, 0.0)
 
 
 # ---------------------------------------------------------------- what happens

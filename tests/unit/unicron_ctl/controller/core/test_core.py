@@ -56,7 +56,6 @@ def test_a_job_forms_when_all_its_nodes_are_ready():
     assert plan.members == [0, 1, 2, 3, 4, 5] and plan.joiners == [1, 2, 3, 4, 5] and plan.source == 0
     assert sorted(i for share in plan.assignment.values() for i in share) == list(range(MICRO_BATCHES))
     assert all(rank.generation == 1 for agent in agents for rank in agent.ranks.values())
-    world.check_replay()
 
 
 @pytest.mark.parametrize(("least", "phase"), [(1, "running"), (2, "forming")])
@@ -98,7 +97,6 @@ def test_a_dead_rank_breaks_the_generation_and_survivors_go_on_with_the_iteratio
     assert counts == (3, 1, 3)
     assert failure.detected_at <= failure.broken_at <= failure.planned_at <= failure.resumed_at == world.now
     assert world.job().phase == "running"
-    world.check_replay()
 
 
 def test_the_dead_rank_is_started_again_and_rejoins_at_a_boundary():
@@ -117,7 +115,6 @@ def test_the_dead_rank_is_started_again_and_rejoins_at_a_boundary():
     assert world.job().failures[-1].restored_at == world.now
     story = ["failure_detected", "rank_start", "break", "plan", "entered", "offer", "entered"]
     assert world.kinds() == ["plan", "entered", *story]
-    world.check_replay()
 
 
 def test_all_synced_survivors_step_and_recompute_nothing():
@@ -145,7 +142,6 @@ def test_a_second_loss_while_survivors_stop_only_extends_the_break():
     assert messages(world, wire.Break)[-1].lost == [2, 3] and messages(world, wire.Break)[-1].generation == 1
     agents[1].set(1, state="stopped", broken=1)
     assert world.job().plan.members == [0, 1] and world.job().plan.generation == 2
-    world.check_replay()
 
 
 def test_a_loss_while_entering_takes_the_next_generation():
@@ -190,7 +186,6 @@ def test_an_offer_broken_by_its_joiners_death_puts_the_other_joiner_back():
     for agent in agents[:2]:
         agent.take_offer()
     assert world.job().phase == "running" and sorted(world.job().members) == [0, 1, 2]
-    world.check_replay()
 
 
 def test_a_survivor_that_does_not_stop_is_left_out_and_started_anew():
@@ -323,7 +318,6 @@ def test_a_script_that_dies_at_once_ends_the_job_with_its_last_line():
     assert ends and ends[0].code == 1 and "No module named" in ends[0].reason
     assert world.job().phase == "ended"
     assert len([f for f in world.job().failures if f.slot == 0]) <= 3
-    world.check_replay()
 
 
 def test_all_finished_ends_the_job_and_one_finished_alone_is_no_loss():
@@ -365,7 +359,6 @@ def test_a_restarted_controller_finishes_the_recovery():
         agent.status()  # refused: it registers again
     world.run(1.0)
     assert world.job().plan.generation == 2 and world.job().plan.members == [0, 1]
-    world.check_replay()
 
 
 def test_an_agent_that_does_not_come_back_after_a_restart_is_lost():
@@ -463,7 +456,6 @@ def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(stor
     assert world.job().phase in ("running", "ended") and not world.job().set_aside
     if world.job().phase == "running":
         assert sorted(world.job().members) == [0, 1, 2, 3]
-    world.check_replay()
 
 
 def test_a_process_that_is_to_start_later_starts_under_the_next_controller():

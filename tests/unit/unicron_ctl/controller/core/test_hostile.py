@@ -65,7 +65,6 @@ def test_hostile_values_reach_no_other_job(said):
         wire.decode(wire.encode(message), wire.ToAgent)
     for event in world.log:
         assert records.decode(event.kind, records.encode(event.record)) == event.record or "nan" in repr(event.record)
-    world.check_replay()
 
 
 def test_the_log_of_what_hostile_values_left_is_read_again(tmp_path: Path):
@@ -138,7 +137,6 @@ def test_a_job_whose_agents_make_records_without_end_is_set_aside_and_no_other(m
     assert "made more records" in mine.set_aside and "2 elements" in mine.set_aside
     assert come(300, 100) <= 5
     assert not other.set_aside and other.phase == "running" and not other.failures
-    world.check_replay()
 
 
 def say(world: World, agent: FakeAgent, number: int, text: str) -> None:
@@ -159,7 +157,6 @@ def test_what_agents_tell_of_nodes_counts_for_their_job_and_costs_it_no_protecti
     said = [event.record.reason for event in told if isinstance(event.record, records.NodeEventsDropped)]
     assert said[0] == snapshot
     assert not world.job(OWN).set_aside and not world.job(VICTIM).failures
-    world.check_replay()
 
 
 def plan_of(micro_batches: int) -> records.PlanMade:
@@ -242,4 +239,3 @@ def test_what_is_written_of_all_jobs_of_a_user_is_bounded(monkeypatch, snapshot)
     assert "7" not in world.core.state.jobs
     victim.status()
     assert not world.job(VICTIM).set_aside and world.job(VICTIM).phase == "running"
-    world.check_replay()

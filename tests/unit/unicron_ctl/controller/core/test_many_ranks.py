@@ -40,7 +40,6 @@ def test_a_thousand_ranks_that_stop_at_once_regroup_and_few_are_named() -> None:
     job = world.job()
     assert not job.set_aside and job.phase == "running" and job.generation == 2 and len(job.members) == 1024
     assert 1 <= len(events(world, "failure_detected")) <= MOST_NAMED
-    world.check_replay()
 
 
 class Counted:
@@ -85,6 +84,7 @@ def test_what_an_agent_is_told_takes_no_look_at_all_members() -> None:
         assert list(orders.due_orders(job, job.agents[agent.element], standing, world.now)) == []
 
 
+@pytest.mark.by_hand
 def test_an_agent_that_comes_while_a_plan_is_out_may_change_who_leads() -> None:
     world = World()
     world.start_job(nodes=2)
@@ -166,7 +166,6 @@ def test_jobs_that_ended_long_ago_are_forgotten() -> None:
         world.agents.remove(agent)
     assert len([job for job in world.core.state.jobs.values() if job.ended]) == ENDED_KEPT
     assert len(world.core.view.live.jobs) <= ENDED_KEPT
-    world.check_replay()
 
 
 def test_a_lost_log_does_not_begin_a_second_world_beside_the_living() -> None:

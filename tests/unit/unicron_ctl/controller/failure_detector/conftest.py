@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.replays import replays  # noqa: F401
 from tests.support.suspects import Company
 
 

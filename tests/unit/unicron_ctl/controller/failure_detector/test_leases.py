@@ -73,10 +73,10 @@ def test_a_silence_of_the_head_node_harms_nobody(seconds: int, slurm_too: bool):
 
 
 @pytest.mark.parametrize("says", ["registers", "speaks", "speaks for an agent"])
-def test_a_stranger_who_is_heard_ends_no_silence(says: str, replays: list[World]):
+@pytest.mark.by_hand
+def test_a_stranger_who_is_heard_ends_no_silence(says: str):
     """Defect: any message did, so whoever is on the head node itself had the controller judge its agents."""
     world, agents = trained(4, 1)
-    replays.clear()
     for agent, key in zip(agents, "abcd", strict=True):
         world.job().agents[agent.element].key = world.core.view.live.agent("1", agent.element).key = key
     cut_head(world)

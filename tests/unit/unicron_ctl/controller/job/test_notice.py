@@ -60,10 +60,10 @@ def test_the_ranks_leave_at_the_next_boundary_and_their_agent_is_released_then()
     assert not world.job().failures and set(world.job().members) == {0, 2} and not world.job().noticed
 
 
-def test_what_slurm_preempts_is_requeued_once_it_has_left_and_stays_until_then(replays: list[World]):
+@pytest.mark.by_hand
+def test_what_slurm_preempts_is_requeued_once_it_has_left_and_stays_until_then():
     """The preemption leaves the job's share of requeues to its failures."""
     world, agents = started()
-    replays.clear()
     world.core.state.taken.extend(Take(world.now - 60.0, "requeue", "1", 0) for _ in range(20))
     assert Bounds(world.core.view).refuse(Action("requeue", "1", 1, "", "")), "of an element that nobody preempts"
     notice(agents[1])

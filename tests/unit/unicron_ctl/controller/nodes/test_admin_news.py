@@ -19,7 +19,6 @@ def test_a_limit_is_on_record_once_and_so_is_its_end() -> None:
     assert news(world) == [("take hold 1", False)] and world.core.state.attention.keys() == {"take hold 1"}
     world.run(100.0)
     assert news(world) == [("take hold 1", False), ("take hold 1", True)] and not world.core.state.attention
-    world.check_replay()
 
 
 def test_after_a_restart_nothing_is_over_before_slurm_has_shown_its_nodes() -> None:

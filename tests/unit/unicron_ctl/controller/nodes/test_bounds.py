@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,6 +52,7 @@ def test_both_sides_of_the_window_count(snapshot):
     assert too_many("x", {"n0": Mark(START, "0")}, 10, one, START, "DOWN").startswith("n0 was taken out")
 
 
+@pytest.mark.by_hand
 def test_requeues_count_within_their_windows():
     """A job's requeues for an hour, those of all jobs for a minute."""
 
@@ -79,6 +81,7 @@ def test_requeues_count_within_their_windows():
     assert Bounds(world.core.view)._of_job("1")
 
 
+@pytest.mark.by_hand
 def test_a_refusal_is_recorded_once_a_minute():
     world = World()
     world.core.configure(ControllerConfig(max_holds_per_minute=1), world.core.classifier)
@@ -133,6 +136,7 @@ class CountingTakes(deque[Take]):
             yield take
 
 
+@pytest.mark.by_hand
 def test_what_was_taken_before_is_counted_once_however_much_is_asked():
     world = World()
     at = world.now

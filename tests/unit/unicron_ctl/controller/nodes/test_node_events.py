@@ -90,7 +90,6 @@ def test_a_fatal_line_of_the_kernel_moves_its_job_off_the_node_and_leaves_the_no
     assert shown["healthy"] and "fallen off the bus" in shown["suspect"]
     (item,) = attention(world.core.view)
     assert item.node == "n2" and "unicronctl pair-test --nodes n2" in item.reason
-    world.check_replay()
 
 
 def test_what_a_users_process_says_is_about_its_own_job_and_counts_once():
@@ -116,7 +115,6 @@ def test_what_a_users_process_says_is_about_its_own_job_and_counts_once():
     second.send(GPU_LOST)
     world.run(2)
     assert {event.job for event in events(world, "failure_detected")} == {"1", "2"}, "each by its own word"
-    world.check_replay()
 
 
 def test_users_can_take_no_nodes_out_of_service_whatever_they_print():
@@ -136,7 +134,6 @@ def test_users_can_take_no_nodes_out_of_service_whatever_they_print():
                 agent.ready()
     assert not down(world) and all("DOWN" not in states for states in world.slurm.node_states.values())
     assert len(nodes_left(world)) <= world.config.max_requeues_per_job
-    world.check_replay()
 
 
 def test_what_many_nodes_of_a_job_say_at_once_moves_it_off_none(snapshot):
@@ -149,7 +146,6 @@ def test_what_many_nodes_of_a_job_say_at_once_moves_it_off_none(snapshot):
     verdicts = events(world, "node_verdict")
     assert [event.record.action for event in verdicts] == ["shared"] * 3
     assert verdicts[0].record.reason == snapshot
-    world.check_replay()
 
 
 def test_it_is_only_recorded_where_the_configuration_or_slurm_leaves_it_at_that(snapshot):
@@ -197,7 +193,6 @@ def test_a_line_about_a_process_explains_the_end_of_that_rank_and_no_other():
     assert "Xid" in first.record.reason and "n2 said 0." in first.record.reason
     assert second.record.cause == "exited_abnormally" and "Xid" not in second.record.reason
     assert not down(world)
-    world.check_replay()
 
 
 def test_a_line_that_comes_after_the_end_of_the_rank_still_explains_it():
@@ -211,7 +206,6 @@ def test_a_line_that_comes_after_the_end_of_the_rank_still_explains_it():
     assert failure.record.cause == "host_out_of_memory" and "Killed process 4242" in failure.record.reason
     world.run(1)
     assert len(world.job().failures) == 1
-    world.check_replay()
 
 
 def test_an_end_by_the_cgroups_oom_kill_is_out_of_memory():
@@ -258,7 +252,6 @@ def test_a_link_flap_is_recorded_and_explains_the_collective_that_breaks_soon_af
     failure = world.job().failures[0]
     assert (failure.record.cause, failure.record.severity, failure.record.action) == ("link_flapping", 3, "reattempt")
     assert "link ib0" in failure.record.reason
-    world.check_replay()
 
 
 def test_an_unknown_line_or_a_strangers_word_does_nothing():
@@ -292,7 +285,6 @@ def test_senseless_numbers_and_texts_are_taken_without_harm():
     world.run(1)
     assert all(len(event.record.text) <= node_events.TEXT_KEPT for event in events(world, "node_event"))
     assert len(world.job().failures) == 1
-    world.check_replay()
 
 
 def test_nodes_shows_the_last_event():
@@ -315,9 +307,9 @@ def test_a_lost_agents_failure_tells_what_slurm_says_of_its_element(state, cause
     assert (failure.record.slots, failure.record.cause, failure.slurm) == ([1], cause, state)
     assert f"Slurm: 1_1 is {state}" in failure.record.reason
     assert sum(event.kind == "failure_verdict" and event.record.slurm is not None for event in world.log) == 1
-    world.check_replay()
 
 
+@pytest.mark.by_hand
 def test_slurms_word_is_for_the_agents_failure_also_where_its_rank_failed_after_it():
     world, agents = cluster()
     agents[1].die(1, -15)

@@ -44,7 +44,6 @@ def test_what_was_healed_is_recorded_once_with_its_cost() -> None:
     assert world.job().lost_before == world.job().lost_seconds
     world.run(5.0)
     assert sum(event.kind == "healed" for event in world.log) == 1
-    world.check_replay()
 
 
 def test_the_first_element_says_what_was_healed_beside_what_others_wrote() -> None:

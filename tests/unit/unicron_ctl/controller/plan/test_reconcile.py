@@ -29,7 +29,6 @@ def test_a_lost_node_is_set_down_and_its_element_goes_to_the_spare(snapshot):
     assert sorted(world.job().members) == [0, 1, 2]
     failure = world.job().failures[-1]
     assert failure.record.severity == 1 and failure.restored_at and len(failure.actions) == 2
-    world.check_replay()
 
 
 def test_without_a_spare_the_plan_moves_a_node_from_the_lighter_job():
@@ -52,7 +51,6 @@ def test_without_a_spare_the_plan_moves_a_node_from_the_lighter_job():
     order = [call[0] for call in slurm.calls if call[1] in ("1", "2")][-3:]
     assert order == ["pin", "requeue_hold", "start_now"]
     assert sorted(world.job("2").members) == [0] and world.job("2").phase == "running"
-    world.check_replay()
 
 
 def test_a_repaired_node_is_resumed_and_given_to_the_job_that_is_short():
@@ -127,7 +125,6 @@ def test_where_the_admin_observes_the_job_is_healed_and_slurm_is_asked_nothing(s
     (failure,) = world.job().failures
     assert failure.actions == snapshot
     assert not world.core.state.out_of_service
-    world.check_replay()
 
 
 def test_a_node_that_comes_back_where_the_admin_observes_is_used_as_slurm_gives_it():

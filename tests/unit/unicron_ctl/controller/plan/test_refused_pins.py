@@ -48,7 +48,6 @@ def test_another_node_is_taken_and_the_first_one_is_not_tried_again(snapshot: Sn
     refused = [event.record for event in world.log if event.kind == "unpinned" and event.record.node]
     assert [(record.node, record.said) for record in refused] == [("n3", "BadConstraints")]
     assert [_bounds_text(world), refused[0].reason] == snapshot
-    world.check_replay()
 
 
 def test_what_slurm_says_of_the_node_before_is_no_word_on_the_next_one() -> None:
@@ -83,7 +82,6 @@ def test_without_another_node_the_pin_is_taken_back(restarted: bool) -> None:
     grow_back(world, count=2, seconds=4.0)
     world.run(0.3)
     assert world.job().phase == "running" and set(world.job().members) == {0, 1}
-    world.check_replay()
 
 
 def test_it_is_tried_again_after_a_time() -> None:

@@ -82,7 +82,6 @@ def test_a_node_is_given_back_once_its_ranks_and_its_agent_have_left():
     assert job.nodes == ["n1", "n2", "n3"], "the others keep their numbers"
     assert job.allotted == [0, 1] and job.shrunk == 1
     assert "down to 2" in told(world.core, "explain", job="1")["bounds"]
-    world.check_replay()
 
 
 def test_without_the_plugin_a_node_waits_for_what_its_agent_may_still_write():
@@ -150,7 +149,6 @@ def test_a_refusal_is_recorded_once_and_the_job_is_let_alone(snapshot):
     assert [*refused, told(world.core, "explain", job="1")["bounds"]] == snapshot
     assert world.core.state.assignment == {"2": 1}
     assert set(world.job().members) == {0, 1} and world.job().allotted == [0, 1, 2]
-    world.check_replay()
 
 
 @pytest.mark.parametrize(("shown", "calls"), [("n[1-2]", []), ("n[1-3]", [SHRINK_N3])])
@@ -162,7 +160,6 @@ def test_what_a_controller_asked_for_before_it_ended_is_done_or_asked_for_again(
     world.run(3.0)
     assert shrink_calls(world) == calls and world.slurm.queue["1", 0]["node"] in ("n[1-2]", "n1,n2")
     assert not world.core.state.intents and world.job().shrunk == 1 and not world.job().unshrinkable
-    world.check_replay()
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,6 @@ def test_a_job_below_its_minimum_is_requeued_once_slurm_has_taken_the_node_and_t
     world.run(1.5)
     trains(world, plain_agents(world, ("n1", "n2", "n4"), 3))
     assert requeue_calls(world) == [AGAIN] and not told(world.core, "explain", job="1")["waits"]
-    world.check_replay()
 
 
 def test_a_node_that_only_stops_answering_is_waited_for_before_the_requeue():
@@ -91,7 +90,6 @@ def test_a_job_that_slurm_does_not_requeue_ends_with_the_reason(said, seconds, s
     ended = world.job().ended
     assert ended is not None and ended.code == 1 and ended.reason == snapshot
     assert any(isinstance(message, wire.End) and ended.reason in message.reason for message in agents[0].heard)
-    world.check_replay()
 
 
 def test_a_job_ends_where_the_admin_allows_no_requeue_and_one_above_its_minimum_goes_on(snapshot):

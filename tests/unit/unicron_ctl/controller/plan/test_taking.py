@@ -67,7 +67,6 @@ def test_what_kills_a_rank_from_outside_or_by_its_own_fault_never_blames_the_nod
     actions = {failure.record.action for failure in world.job().failures if failure.record.kind_of_failure == "rank"}
     assert actions <= {"restart", MOVE} and not nodes_taken(slurm) and not attention(world.core.view)
     assert code != -9 or MOVE in actions, "the same again is tried on another node"
-    world.check_replay()
 
 
 def test_a_job_without_another_node_is_restarted_in_place_for_what_blames_nobody(snapshot):
@@ -97,7 +96,6 @@ def test_slurm_does_not_start_a_moved_element_on_the_node_that_it_left():
     tell(world, "n2", "good", source="pair-test")
     world.run(3)
     assert slurm.queue["1", 1]["node"] == "n2" and not attention(world.core.view), "the pair test has cleared it"
-    world.check_replay()
 
 
 def test_a_rank_that_dies_on_a_drained_node_is_started_on_another():
@@ -108,7 +106,6 @@ def test_a_rank_that_dies_on_a_drained_node_is_started_on_another():
     next(a for a in world.agents if a.element == 1).die(1, lived=600.0)
     world.run(3)
     assert slurm.queue["1", 1]["node"] == "n4"
-    world.check_replay()
 
 
 def test_roots_health_check_drains_and_other_jobs_run_on():
@@ -127,7 +124,6 @@ def test_roots_health_check_drains_and_other_jobs_run_on():
     tell(world, "n4", "good")
     world.run(3)
     assert slurm.node_states["n4"] == {"IDLE"} and asked(slurm, "resume") == ["n4"], "its checks have passed"
-    world.check_replay()
 
 
 def test_no_more_nodes_are_drained_than_the_limit_allows():
@@ -138,7 +134,6 @@ def test_no_more_nodes_are_drained_than_the_limit_allows():
     assert asked(slurm, "drain") == ["n5", "n6"]
     assert {item.node for item in attention(world.core.view)} == {"n7", "n8"}
     assert len([e for e in world.log if e.kind == "isolation_withheld"]) == 2, "said once"
-    world.check_replay()
 
 
 def test_a_node_that_drained_itself_is_given_back_and_one_that_an_admin_drained_is_not():
@@ -153,7 +148,6 @@ def test_a_node_that_drained_itself_is_given_back_and_one_that_an_admin_drained_
         tell(world, node, "good")
     world.run(5)
     assert slurm.node_states["n4"] == {"IDLE"} and slurm.reasons["n5"] == "fan 2" and asked(slurm, "resume") == ["n4"]
-    world.check_replay()
 
 
 def test_a_proven_bad_node_that_slurm_has_down_is_drained_as_it_would_have_drained_itself(snapshot):
@@ -165,7 +159,6 @@ def test_a_proven_bad_node_that_slurm_has_down_is_drained_as_it_would_have_drain
         tell(world, node, "bad", "gpu: 7 of 8", drain=True)
     world.run(10)
     assert asked(slurm, "drain") == ["n4"] and slurm.reasons["n4"] == snapshot
-    world.check_replay()
 
 
 def test_a_node_that_a_pair_test_took_is_not_given_back_once_its_checks_pass():
@@ -198,7 +191,6 @@ def test_a_drain_that_an_admin_was_quicker_with_is_his(monkeypatch):
     slurm.resume("n4")
     world.run(5)
     assert not world.core.state.out_of_service
-    world.check_replay()
 
 
 def test_what_a_pair_test_proved_bad_stays_drained_until_a_pair_test_passes():
@@ -244,7 +236,6 @@ def test_other_jobs_on_a_lost_node_are_not_ended_with_it(state: str, snapshot: S
     world.run(5)
     grow_back(world)
     assert sorted(world.job().members) == [0, 1, 2] and slurm.queue["1", 1]["node"] == "n4"
-    world.check_replay()
 
 
 def test_a_drained_node_that_was_only_cut_off_is_a_candidate_again_by_itself():
@@ -267,7 +258,6 @@ def test_a_drained_node_that_was_only_cut_off_is_a_candidate_again_by_itself():
     world.run(1)
     boundary(world, 0.0)
     assert sorted(world.job().members) == [0, 1, 2]
-    world.check_replay()
 
 
 def shared_node() -> tuple[World, FakeSlurm]:
@@ -290,7 +280,6 @@ def test_a_node_is_set_down_once_all_that_slurm_shows_there_is_lost_with_it():
     world.dead_nodes.clear()
     world.run(20)
     assert slurm.node_states["n2"] == {"IDLE"}
-    world.check_replay()
 
 
 def test_a_drained_node_of_which_slurm_refuses_the_down_is_not_done_with(monkeypatch: pytest.MonkeyPatch):
@@ -304,7 +293,6 @@ def test_a_drained_node_of_which_slurm_refuses_the_down_is_not_done_with(monkeyp
     assert attention(world.core.view)[0].node == "n2"
     world.run(10)
     assert slurm.node_states["n2"] == {"DOWN"} and not attention(world.core.view)
-    world.check_replay()
 
 
 def test_what_began_on_a_node_that_slurm_did_not_set_down_is_not_ended_later():
@@ -318,7 +306,6 @@ def test_what_began_on_a_node_that_slurm_did_not_set_down_is_not_ended_later():
     slurm.refuse_down, refused = "", len(asked(slurm, "down"))
     world.run(10)
     assert len(asked(slurm, "down")) == refused and "DRAIN" in slurm.node_states["n2"] and other["state"] == "RUNNING"
-    world.check_replay()
 
 
 @pytest.mark.parametrize("mode", ["observe", "act"])
@@ -364,7 +351,6 @@ def test_a_node_that_was_cut_off_and_is_back_is_a_candidate_again_by_itself():
     assert slurm.node_states["n2"] == {"DOWN"}, "not at its first word"
     world.run(12)
     assert slurm.node_states["n2"] == {"IDLE"} and world.core.state.nodes["n2"].unverified
-    world.check_replay()
 
 
 def test_a_node_that_is_back_has_to_pass_its_checks_where_nodes_report_them():
@@ -397,7 +383,6 @@ def test_requeues_of_a_job_are_bounded_and_another_job_is_not_held_up(snapshot):
     world.run(310)
     assert not [item for item in attention(world.core.view) if not item.node]
     assert len(asked(slurm, "requeue")) == 4
-    world.check_replay()
 
 
 def test_holds_and_requeues_of_all_jobs_are_bounded_by_the_minute():
@@ -416,7 +401,6 @@ def test_holds_and_requeues_of_all_jobs_are_bounded_by_the_minute():
     assert len(asked(slurm, "requeue")) == 1
     world.run(60)
     assert len(asked(slurm, "requeue")) == 2
-    world.check_replay()
 
 
 def test_an_element_that_is_starting_is_not_requeued_again():
@@ -432,7 +416,6 @@ def test_an_element_that_is_starting_is_not_requeued_again():
     assert asked(slurm, "requeue") == ["n2"]
     world.run(30)
     assert len(asked(slurm, "requeue")) == 2, "that did not come to anything"
-    world.check_replay()
 
 
 def test_a_replacement_that_ends_before_its_agent_came_is_started_again():
@@ -451,7 +434,6 @@ def test_a_replacement_that_ends_before_its_agent_came_is_started_again():
     assert len(asked(slurm, "requeue")) == 1, "not at once a second time"
     world.run(20)
     assert len(asked(slurm, "requeue")) == 2
-    world.check_replay()
 
 
 def test_an_element_that_is_no_member_and_ends_is_started_again():
@@ -466,7 +448,6 @@ def test_an_element_that_is_no_member_and_ends_is_started_again():
     slurm.queue["1", 1].update(state="FAILED", node=None)
     world.run(40)
     assert len(asked(slurm, "requeue")) == 2 and slurm.queue["1", 1]["state"] == "RUNNING"
-    world.check_replay()
 
 
 def test_an_element_whose_agent_never_comes_is_given_up():
@@ -479,7 +460,6 @@ def test_an_element_whose_agent_never_comes_is_given_up():
             slurm.queue["1", 0].update(state="FAILED", node=None)
     assert len(asked(slurm, "requeue")) == 4
     assert world.core.state.jobs["1"].ended, "nothing of it is to come any more"
-    world.check_replay()
 
 
 def test_a_lost_element_that_slurm_may_not_start_again_is_let_go():
@@ -552,7 +532,6 @@ def test_what_a_controller_died_over_is_finished_or_undone(action, done):
     assert not [e for e in world.log if e.kind == "node_resumed"]
     if action == "pin":
         assert ("1", 3) not in world.core.state.pins
-    world.check_replay()
 
 
 @pytest.mark.parametrize("action", ["down", "drain", "requeue", "requeue_hold"])
@@ -573,7 +552,6 @@ def test_what_is_not_allowed_any_more_is_given_up(action):
     assert not world.core.state.intents and not slurm.calls and not world.core.state.out_of_service
     (failed,) = [event.record for event in world.log if event.kind == "slurm_error"]
     assert failed.action == action and "not allowed" in failed.reason
-    world.check_replay()
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
@@ -595,7 +573,6 @@ def test_a_node_that_was_being_given_back_is_given_back(done):
     assert len(resumed) == done and not any(record.by_others for record in resumed)
     world.run(25)
     assert slurm.node_states["n4"] == {"IDLE"} and not world.core.state.nodes["n4"].downed
-    world.check_replay()
 
 
 def test_an_answer_from_before_a_node_was_taken_out_gives_it_to_nobody():
@@ -615,7 +592,6 @@ def test_an_answer_from_before_a_node_was_taken_out_gives_it_to_nobody():
     slurm.resume("n4")
     world.run(2)
     assert [e.record.by_others for e in world.log if e.kind == "node_resumed"] == [True], "an admin's doing counts"
-    world.check_replay()
 
 
 def test_every_action_has_its_outcome_on_record():

