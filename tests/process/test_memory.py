@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import TINY_PLAIN, World, json_lines, undisturbed
+from tests.support.jobs import TINY, TINY_PLAIN, World, json_lines
 from tests.support.moments import fault
 from tests.support.processes import LIMIT, of_a_world, signal_step
+from tests.support.warm import Script
 from unicron_transition.snapshot import folders
 from unicron_transition.snapshot.cuts import COPY_PREFIX
 from unicron_transition.snapshot.formats import opening
@@ -70,7 +71,9 @@ def flip(path: Path) -> None:
 def losses(tmp_path_factory) -> dict[int, float]:
     """By iteration, where nothing fails."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert undisturbed(folder, ITERATIONS).wait(LIMIT) == 0, (folder / "log").read_text()
+    environment = of_a_world(1)[0] | SETTINGS | {"TINY_OUT": str(folder), "TINY_SAVE": "0"}
+    done = Script(TINY, environment=environment).wait(LIMIT)
+    assert done.returncode == 0, done.stderr
     return {one["iteration"]: one["loss"] for one in json_lines(folder / "losses.0")}
 
 

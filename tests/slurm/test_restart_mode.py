@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from tests.support.jobs import PLAIN
 from tests.support.plugin_site import Site
 from tests.support.processes import wait_for
 
 
+@pytest.mark.wide  # as in test_step_tasks, with two tasks on each node
 def test_an_unmodified_script_trains_as_one_world_and_survives_a_kill(site: Site) -> None:
     options = ("--unicron", "--unicron-min-nodes=2", "--array=0-1", "-N1", "--exclusive")
     steps = f"srun python -c 'print(\"prepared\")' && srun python {PLAIN}"
