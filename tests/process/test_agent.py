@@ -45,7 +45,7 @@ def story(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("story")
     controller = Controller(folder)
-    job = Job(folder, controller.address, "7", 3, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.02")
+    job = Job(folder, controller.address, "7", 3, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.05")
     told = SimpleNamespace(job=job, controller=controller)
     try:
         _play(told, job, controller)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.support.processes import outside_slurm
+from tests.support.warm import Script
 
 pytestmark = pytest.mark.process
 # Rank 1 asks for its last message a second after the two others know the outcome, and end.
@@ -41,15 +39,8 @@ os._exit(0)
 def test_a_member_that_is_done_ends_when_the_others_have_its_word(tmp_path):
     """Defect: a rank that ended right after the last commit took its word with it, and the one that still waited for it
     stopped its training as for a lost peer."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=outside_slurm(),
-        )
-        for rank in range(3)
-    ]
-    heard = [rank.communicate(timeout=90) for rank in ranks]
-    assert [out for out, _ in heard] == ["2\n"] * 3, heard
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    ranks = [Script(script, rank, tmp_path / "store", environment=outside_slurm()) for rank in range(3)]
+    ends = [rank.wait() for rank in ranks]
+    assert [end.stdout for end in ends] == ["2\n"] * 3, ends

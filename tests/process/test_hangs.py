@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import FOREVER, World
+from tests.support.jobs import FOREVER, TINY_PLAIN, World
 
 pytestmark = pytest.mark.process
 
@@ -22,6 +22,7 @@ def job(tmp_path):
         tmp_path,
         nodes=3,
         settings="hang_floor_seconds = 1.0\n",
+        command=TINY_PLAIN,
         TINY_ITERATIONS=FOREVER,
         TINY_SLOW="0.02",
     ) as running:

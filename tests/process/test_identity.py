@@ -346,7 +346,7 @@ def invented_credentials(controller: Controller, addresses: int) -> Iterator[thr
             peer.setsockopt(zmq.LINGER, 0)
             peer.connect(f"tcp://127.3.0.{1 + number}:0;127.0.0.1:{port}")
             peers.append(peer)
-        while not stop.is_set():
+        while not stop.wait(0.005):
             for peer in peers:
                 question = wire.Ask(what="status", user="x", credential=f"MUNGE:{os.urandom(40).hex()}:")
                 with contextlib.suppress(zmq.Again):
@@ -381,6 +381,8 @@ def test_invented_credentials_of_many_addresses_keep_no_newcomer_waiting(control
                 newcomer.register()
                 newcomer.expect(wire.Welcome, *newcomers, limit=float(REGISTER_TIMEOUT))
                 assert is_alive(controller.ask("ping")), "root's questions find room"
+            full.clear()
+            wait_for(full.is_set, "as many wait still")
         finally:
             for newcomer in newcomers:
                 newcomer.close()

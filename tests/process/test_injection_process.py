@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.jobs import FOREVER, World
+from tests.support.jobs import FOREVER, TINY_PLAIN, World
 from unicron_ctl.shared.system.errors import UserError
 
 pytestmark = pytest.mark.process
@@ -16,7 +16,7 @@ SETTINGS = "allow_inject = true\nhang_floor_seconds = 3.0\nlease_periods = 2.5\n
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inject")
-    with World(folder, 2, SETTINGS, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.02") as running:
+    with World(folder, 2, SETTINGS, TINY_PLAIN, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.02") as running:
         running.wait(lambda: running.trains([0, 1], 15), "15 iterations")
         yield running
 

@@ -60,12 +60,13 @@ def tier(case: tuple[str, str, str]) -> tuple[pytest.MarkDecorator, ...]:
     return (pytest.mark.wide if case in WIDER else pytest.mark.long,)
 
 
-SILENT_SPREAD = {
-    ("dp", "plain", "reduce"),
-    ("tp", "overlap", "proof"),
-}
 SILENT = [
-    pytest.param(layout, kind, moment, marks=() if (layout, kind, moment) in SILENT_SPREAD else pytest.mark.long)
+    pytest.param(
+        *(layout, kind, moment),
+        marks={("dp", "plain", "reduce"): (), ("tp", "overlap", "proof"): pytest.mark.wide}.get(
+            (layout, kind, moment), pytest.mark.long
+        ),
+    )
     for layout in ("dp", "tp", "pp")
     for kind in ("plain", "overlap")
     for moment in ("reduce", "in-reduce", "proof", "commit")
@@ -129,7 +130,7 @@ def test_any_layout_at_any_moment(run, layout, kind, moment):
     ("layout", "kind"),
     [
         ("tp-pp", "sharded"),
-        ("pp", "plain"),
+        pytest.param("pp", "plain", marks=pytest.mark.wide),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (("tp", "plain"), ("tp", "sharded"), ("pp", "sharded"))

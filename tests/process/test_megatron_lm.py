@@ -92,7 +92,7 @@ def test_the_stand_in_goes_on_as_if_nothing_had_been(dataset, tmp_path, options)
     """A living rank of the lost one's replica stands by meanwhile, and begins its loop again where the others are. The
     last rank writes the log, so it is not the one that is killed."""
     command = megatron_lm.stand_in(dataset, *options, "--train-iterations", str(MANY))
-    found, log = healed(tmp_path, [*command, "--micro-batch-seconds", "0.02"], 1)
+    found, log = healed(tmp_path, [*command, "--micro-batch-seconds", "0.05"], 1)
     assert "pretrain_stand_in.py by unicron.transition.megatron_lm" in log
     assert f": the training ends after iteration {len(found)}" in log
     wanted = undisturbed([*command, "--exit-interval", str(len(found))], 2)

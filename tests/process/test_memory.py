@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import HERE, World, json_lines, undisturbed
+from tests.support.jobs import TINY, TINY_PLAIN, World, json_lines
 from tests.support.moments import fault
 from tests.support.processes import LIMIT, of_a_world, signal_step
+from tests.support.warm import Script
 from unicron_transition.snapshot import folders
 from unicron_transition.snapshot.cuts import COPY_PREFIX
 from unicron_transition.snapshot.formats import opening
@@ -30,7 +30,6 @@ ITERATIONS = 12
 REST = ("copy", "sum", "finish")  # phases of a copy in which nothing else is to be seen than in "half"
 SETTINGS = {"TINY_ITERATIONS": str(ITERATIONS), "TINY_SLOW": "0.03"}
 FROZEN, BUILT = {"TINY_FROZEN": "1"}, {"TINY_FROZEN": "built"}  # with other values than the others were trained with
-PLAIN = [sys.executable, str(HERE / "tiny_plain.py")]
 
 
 class Remembering(World):
@@ -72,7 +71,9 @@ def flip(path: Path) -> None:
 def losses(tmp_path_factory) -> dict[int, float]:
     """By iteration, where nothing fails."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert undisturbed(folder, ITERATIONS).wait(LIMIT) == 0, (folder / "log").read_text()
+    environment = of_a_world(1)[0] | SETTINGS | {"TINY_OUT": str(folder), "TINY_SAVE": "0"}
+    done = Script(TINY, environment=environment).wait(LIMIT)
+    assert done.returncode == 0, done.stderr
     return {one["iteration"]: one["loss"] for one in json_lines(folder / "losses.0")}
 
 
@@ -157,9 +158,9 @@ def test_a_plain_module_with_its_buffers_and_schedule(tmp_path):
     alone = tmp_path / "alone"
     alone.mkdir()
     environment = of_a_world(1)[0] | SETTINGS | {"TINY_ALONE": "1", "TINY_OUT": str(alone), "TINY_SAVE": "0"}
-    assert subprocess.run(PLAIN, env=environment, timeout=LIMIT).returncode == 0
+    assert subprocess.run(TINY_PLAIN, env=environment, timeout=LIMIT).returncode == 0
     wanted = {one["iteration"]: one["loss"] for one in json_lines(alone / "losses.0")}
-    with Remembering(tmp_path, nodes=2, command=PLAIN, **SETTINGS) as job:
+    with Remembering(tmp_path, nodes=2, command=TINY_PLAIN, **SETTINGS) as job:
         job.wait(lambda: job.trains([0, 1], 4), "5 iterations")
         with job.down() as kept:
             pass
@@ -311,7 +312,7 @@ def test_a_checkpoint_on_demand_ends_nothing_and_another_job_goes_on_from_it(tmp
     first rank has it exported as well, once."""
     saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "1000"} | kind
     saves["UNICRON_CHECKPOINT_EXPORT"] = "dcp"
-    settings = SETTINGS | saves | {"TINY_ITERATIONS": "1000"}
+    settings = SETTINGS | saves | {"TINY_ITERATIONS": "1000", "TINY_SLOW": "0.1"}
     with Remembering(tmp_path, nodes=2, **settings) as job:
         job.wait(lambda: job.trains([0, 1], 4), "5 iterations")
         for agent in job.agents.values():

@@ -15,7 +15,7 @@ from tests.support.jobs import World
 from unicron_transition.snapshot.image_format import ImagePage, inventory
 
 pytestmark = pytest.mark.process
-SETTINGS = {"TINY_ITERATIONS": "100000", "TINY_SLOW": "0.02", "TINY_DISTOPT": "1"}
+SETTINGS = {"TINY_ITERATIONS": "100000", "TINY_SLOW": "0.05", "TINY_DISTOPT": "1"}
 
 
 class Nodes(World):

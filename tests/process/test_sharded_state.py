@@ -152,16 +152,18 @@ def test_a_rank_dies(tmp_path, undisturbed, at, version, settings):
 
 
 @pytest.mark.parametrize(
-    ("at", "version"),
+    ("at", "version", "settings"),
     [
-        pytest.param("reduce:0", FAILED, marks=pytest.mark.long),
-        ("copy:0", FAILED),
-        pytest.param("ack:0", FAILED + 1, marks=pytest.mark.long),
+        pytest.param("reduce:0", FAILED, {}, marks=pytest.mark.long),
+        pytest.param("copy:0", FAILED, {}, marks=pytest.mark.wide),
+        ("copy:0", FAILED, OVERLAP),  # as in test_a_rank_dies, with which it shares the undisturbed run
+        pytest.param("ack:0", FAILED + 1, {}, marks=pytest.mark.long),
     ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
-def test_two_copies_bear_a_rank_and_its_partner(tmp_path, undisturbed, at, version):
+def test_two_copies_bear_a_rank_and_its_partner(tmp_path, undisturbed, at, version, settings):
     """Both die at once."""
-    heal(tmp_path, undisturbed, [1, 2], at, version, {"copies": 2})
+    heal(tmp_path, undisturbed, [1, 2], at, version, {"copies": 2, **settings})
 
 
 @pytest.mark.wide

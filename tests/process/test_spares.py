@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import FOREVER, PLAIN, World, json_lines
+from tests.support.jobs import FOREVER, PLAIN, TINY_PLAIN, World, json_lines
 from tests.support.processes import wait_for
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -38,7 +38,7 @@ def world(tmp_path_factory):
     again = [{"slot": slot, "incarnation": later} for slot in range(4) for later in (1, 2)]
     slow = [each | when | {"kind": "sleep", "delay": 5} for each in again]
     settings = {"UNICRON_SPARES": "1", "TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.02", "TINY_FAULT": json.dumps(slow)}
-    with World(tmp_path_factory.mktemp("spares"), 4, **settings) as started:
+    with World(tmp_path_factory.mktemp("spares"), 4, command=TINY_PLAIN, **settings) as started:
         started.wait(lambda: started.job().get("state") == "running", "the job trains")
         yield started
 

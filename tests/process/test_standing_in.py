@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.support.jobs import FOREVER, World
+from tests.support.jobs import FOREVER, TINY_PLAIN, World
 from tests.support.processes import wait_for
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -102,7 +102,8 @@ def go_on(world: World, slots: list[int], generation: int) -> None:
 @pytest.fixture
 def world(tmp_path):
     """The agents come with the test, once it has put its relay in between."""
-    started = World(tmp_path, 0, **RANKS | {"SLURM_ARRAY_TASK_COUNT": str(NODES), "UNICRON_PUBLIC_KEY": "none"})
+    settings = RANKS | {"SLURM_ARRAY_TASK_COUNT": str(NODES), "UNICRON_PUBLIC_KEY": "none"}
+    started = World(tmp_path, 0, command=TINY_PLAIN, **settings)
     yield started
     started.close()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import World
+from tests.support.jobs import FOREVER, TINY_PLAIN, World
 
 pytestmark = pytest.mark.process
 
@@ -23,7 +24,7 @@ def test_a_healed_job_is_told_to_the_hook_once_and_is_in_its_log(tmp_path: Path)
         lines = heard.read_text().splitlines() if heard.exists() else []
         return [one for line in lines if line for one in json.loads(line)["notices"]]
 
-    with World(tmp_path, 2, settings, TINY_ITERATIONS="80", TINY_SLOW="0.02") as job:
+    with World(tmp_path, 2, settings, TINY_PLAIN, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.02") as job:
         job.trains_on([0, 1])
         job.ask("inject", fault="rank-kill", job="7", slot=1)
         job.wait(notices, "the hook is told")
@@ -31,7 +32,8 @@ def test_a_healed_job_is_told_to_the_hook_once_and_is_in_its_log(tmp_path: Path)
         (notice,) = notices()
         assert (notice["id"], notice["job"], notice["kind"]) == (event["id"], "7", "healed")
         job.wait(lambda: job.events("told")[-1:] and job.events("told")[-1]["upto"] == event["id"], "it is on record")
-        assert all(agent.wait() == 0 for agent in job.agents.values())
+        job.agents[0].process.send_signal(signal.SIGUSR1)
+        assert job.array.wait() == [0, 0]
         said = [line for agent in job.agents.values() for line in agent.log.splitlines() if "was healed" in line]
         assert len(said) == 1 and "1 failure was healed" in said[0], job.array.logs
         assert len(notices()) == 1

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from tests.support import jobs
 from tests.support.controller import Controller
-from tests.support.jobs import FOREVER, PLAIN, Job, World
+from tests.support.jobs import FOREVER, PLAIN, TINY_PLAIN, Job, World
 from tests.support.moments import fault
 from tests.support.processes import children, is_alive, unicronctl, wait_for
 from tests.support.scripted import FakeController
@@ -71,7 +71,7 @@ def test_a_killed_rank_comes_back_warm_and_what_it_says_is_heard(tmp_path):
     """Three deaths: by a signal, by an exception, with the zygote itself."""
     wrong = [{"slot": 1, "incarnation": 1, "iteration": "any", "at": "fetch", "kind": "raise", "file": "now"}]
     settings = {"TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.02", "TINY_FAULT": json.dumps(wrong)}
-    with World(tmp_path, 2, **settings) as world:
+    with World(tmp_path, 2, command=TINY_PLAIN, **settings) as world:
         world.trains_on([0, 1])
         assert [world.rank(slot, "7")["start"] for slot in (0, 1)] == ["warm", "warm"]
         agent = world.agents[1].process.pid

@@ -27,7 +27,7 @@ BAD = "[health]\ngpus = 99\n"
 
 
 class Site:
-    """Six nodes with prolog and HealthCheckProgram, and a unicrond."""
+    """Five nodes with prolog and HealthCheckProgram, and a unicrond."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,7 +36,7 @@ class Site:
         environment["PATH"] += ":/usr/sbin:/usr/bin"
         self.controller = Controller(folder, SETTINGS, environment)
         self.address = self.controller.address
-        lines = health_lines(folder, layout, self.address, interval=2)
+        lines = health_lines(folder, layout, self.address, interval=4)
         prolog = wrapper(folder, PROLOG, "UNICRON_PROLOG_CONF")
         (folder / "prolog.conf").write_text(
             f"UNICRON_LOG={folder}/prolog.log\nUNICRON_HEALTH_CONF={folder}/health.conf\n"
@@ -44,7 +44,7 @@ class Site:
         )
         lines += [f"Prolog={prolog}", "SchedulerParameters=bf_interval=1,sched_interval=2,nohold_on_prolog_fail"]
         self.layout = layout
-        self.cluster = LocalCluster(folder / "cluster", nodes=6, gpus_per_node=1, auth="none", config_lines=lines)
+        self.cluster = LocalCluster(folder / "cluster", nodes=5, gpus_per_node=1, auth="none", config_lines=lines)
         self.cluster.up()
         self.client = self.cluster.client()
 
@@ -156,34 +156,34 @@ def test_the_health_check_drains_a_bad_node_and_nobody_elses(site: Site) -> None
 def test_a_node_that_was_set_down_comes_back_when_its_checks_pass(site: Site) -> None:
     """Its agent falls silent, its slurmd is dead; it comes back bad, stays down, is mended, is resumed."""
     submitted = site.call(
-        "sbatch", "--parsable", "--array=0", "--nodelist=n6", "--output=/dev/null", "--wrap", "sleep 99"
+        "sbatch", "--parsable", "--array=0", "--nodelist=n5", "--output=/dev/null", "--wrap", "sleep 99"
     )
     job = submitted.stdout.strip()
     wait_for(lambda: any(e.job == job and e.state == "RUNNING" for e in site.client.elements()), "it runs")
-    agent = ScriptedAgent(site.address, 0, job=job, node="n6")
+    agent = ScriptedAgent(site.address, 0, job=job, node="n5")
     try:
         agent.register(user=getpass.getuser())
-        site.cluster.power_off("n6")
+        site.cluster.power_off("n5")
         wait_for(
-            lambda: site.node("n6").reason.startswith("unicron[node_problem]"),
-            "n6 is down",
-            now=lambda: site.node("n6"),
+            lambda: site.node("n5").reason.startswith("unicron[node_problem]"),
+            "n5 is down",
+            now=lambda: site.node("n5"),
         )
     finally:
         agent.close()
     told = site.controller.ask("explain", job=job)["failures"][-1]["actions"]
-    assert any("unicronctl pair-test --nodes n6" in text for text in told)
-    site.expect("n6", BAD)
-    site.cluster.power_on("n6")
+    assert any("unicronctl pair-test --nodes n5" in text for text in told)
+    site.expect("n5", BAD)
+    site.cluster.power_on("n5")
     wait_for(
-        lambda: "99 GPUs" in site.shown("n6").get("admission", ""), "it is not let in", now=lambda: site.shown("n6")
+        lambda: "99 GPUs" in site.shown("n5").get("admission", ""), "it is not let in", now=lambda: site.shown("n5")
     )
-    assert "DOWN" in site.node("n6").states
-    site.expect("n6", "")
-    wait_for(lambda: site.node("n6").states == {"IDLE"}, "it is let in", now=lambda: site.shown("n6"))
-    shown = site.shown("n6")
+    assert "DOWN" in site.node("n5").states
+    site.expect("n5", "")
+    wait_for(lambda: site.node("n5").states == {"IDLE"}, "it is let in", now=lambda: site.shown("n5"))
+    shown = site.shown("n5")
     assert not shown["unverified"] and shown["health"]["verdict"] in ("good", "warning")
     assert shown["suspect"], "it was set down"
-    passed = {"node": "n6", "source": "pair-test", "verdict": "good", "reason": "passed", "at": time.time()}
+    passed = {"node": "n5", "source": "pair-test", "verdict": "good", "reason": "passed", "at": time.time()}
     site.controller.ask("health", **passed)
-    assert not site.shown("n6")["suspect"]
+    assert not site.shown("n5")["suspect"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.links import NEEDS_ROOT, LinksCluster
-from tests.support.plugin_site import build
+from tests.support.plugin_site import build_once
 from tests.support.processes import wait_for
 
 pytestmark = [pytest.mark.slurm, NEEDS_ROOT]
@@ -18,11 +18,10 @@ HEAL_LIMIT = 180.0  # generous: a rank's start takes half a minute where the cor
 @pytest.fixture
 def links(tmp_path: Path) -> Iterator[LinksCluster]:
     """Four nodes and the plugin; tests keep one node spare."""
-    built = build(tmp_path / "build")
-    assert built.returncode == 0, built.stderr
+    plugin = build_once(tmp_path / "build")
     # The nodes share this machine's cores: an iteration takes many times as long while another rank starts.
     settings = "hang_floor_seconds = 60.0\n"
-    with LinksCluster(tmp_path / "site", nodes=4, settings=settings, plugin=tmp_path / "build" / "unicron.so") as site:
+    with LinksCluster(tmp_path / "site", nodes=4, settings=settings, plugin=plugin) as site:
         yield site
 
 

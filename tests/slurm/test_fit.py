@@ -347,7 +347,7 @@ def test_a_job_that_waits_for_nodes_with_the_same_feature_keeps_no_others_idle(m
 
 @pytest.mark.parametrize(
     ("options", "pins"),
-    [(["--mem=1500"], ["n4"]), (HIDDEN, ["n3", "n4"])],
+    [pytest.param(["--mem=1500"], ["n4"], marks=pytest.mark.wide), (HIDDEN, ["n3", "n4"])],
 )
 def test_a_lost_element_goes_to_a_node_that_can_take_it(
     make: Make, tmp_path: Path, options: list[str], pins: list[str]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.arrays import slurm, submit_training
 from tests.support.controller import Controller
-from tests.support.jobs import PLAIN, TINY
+from tests.support.jobs import PLAIN, TINY, TINY_PLAIN
 from tests.support.processes import outside_slurm
 from unicron_ctl.lab.cluster import LocalCluster
 
@@ -38,7 +38,11 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
     made.down()
 
 
-@pytest.mark.parametrize("program", [TINY, pytest.param(PLAIN, marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    "program",
+    [Path(TINY_PLAIN[1]), pytest.param(TINY, marks=pytest.mark.wide), pytest.param(PLAIN, marks=pytest.mark.wide)],
+    ids=["session", "megatron", "plain"],
+)
 def test_preempted_elements_leave_at_a_boundary_and_come_back(
     cluster: LocalCluster, tmp_path: Path, program: Path
 ) -> None:
@@ -56,7 +60,7 @@ def test_preempted_elements_leave_at_a_boundary_and_come_back(
 
     try:
         options = ("-p", "spot", "-N1", "--gres=gpu:1", "--array=0-2")
-        given = {"program": program, "TINY_SLOW": 0.02}
+        given = {"program": program, "TINY_SLOW": 0.2}
         number = submit_training(cluster, controller, tmp_path, *options, launch="srun", **given)
         controller.wait(lambda: trains(3), "all train")
         for _ in range(TIMES):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from tests.support.jobs import PLAIN
 from tests.support.plugin_site import Site
 from tests.support.processes import wait_for
 
 
+@pytest.mark.wide  # as in test_step_tasks, with two tasks on each node
 def test_an_unmodified_script_trains_as_one_world_and_survives_a_kill(site: Site) -> None:
     options = ("--unicron", "--unicron-min-nodes=2", "--array=0-1", "-N1", "--exclusive")
     steps = f"srun python -c 'print(\"prepared\")' && srun python {PLAIN}"
@@ -17,11 +20,12 @@ def test_an_unmodified_script_trains_as_one_world_and_survives_a_kill(site: Site
     before = site.world()
     assert "restart mode: plain_train.py does not import unicron" in site.logs()
     assert site.job(number)["mode"] == "restart" and site.logs().count("\nprepared\n") == 2
-    victim = site.steps(1)[-1]
-    assert (before["rank"], victim["rank"]) == (0, 1)
-    os.kill(victim["pid"], signal.SIGKILL)
+    wait_for(lambda: all(map(site.steps, (0, 1))), site.logs)
+    first = [site.steps(element)[-1] for element in (0, 1)]
+    assert [one["rank"] for one in first] == [0, 1]
+    os.kill(first[1]["pid"], signal.SIGKILL)
     after = site.world(before["generation"])
-    assert after["begun"] >= before["step"] and after["pid"] != before["pid"]
+    assert after["begun"] >= before["step"] and after["pid"] not in [one["pid"] for one in first]
     (site.folder / "stop").touch()
     wait_for(lambda: site.job(number)["state"] == "ended", site.logs)
     assert site.job(number)["ended"]["code"] == 0

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from tests.support.plugin_site import SOURCE, build
+from tests.support.plugin_site import SOURCE, build, build_once
 from tests.support.processes import ROOT, wait_for
 from tests.support.small_root import add, make_root, plugin_line
 from unicron_ctl.lab.cluster.local_cluster import LocalCluster
@@ -159,8 +159,7 @@ class Bench:
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("spank")
-    built = build(folder / "build")
-    assert built.returncode == 0, built.stderr
+    plugin = build_once(folder / "build")
     (folder / "seen").mkdir()
     shutil.copy(Path("/bin/sh").resolve(), folder / PROGRAM)
     agent = folder / "agent"
@@ -171,7 +170,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     task_prolog.chmod(0o755)
 
     listener = Listener()
-    bench = Bench(LocalCluster(folder / "cluster"), listener, folder, folder / "build" / "unicron.so", agent)
+    bench = Bench(LocalCluster(folder / "cluster"), listener, folder, plugin, agent)
     bench.cluster = LocalCluster(
         folder / "cluster",
         nodes=2,
@@ -639,12 +638,26 @@ def test_the_link_of_the_plugin_comes_after_those_of_others() -> None:
     assert f"/etc/slurm/plugstack.conf.d/{shipped.name} " in (SOURCE.parent / "README.md").read_text()
 
 
+@dataclasses.dataclass
+class Checked:
+    """What `make check` has built in a folder, and said."""
+
+    folder: Path
+    done: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> Checked:
+    folder = tmp_path_factory.mktemp("check")
+    return Checked(folder, build(folder, "check"))
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a name two addresses")
-def test_a_hint_goes_to_every_address_of_the_controllers_name(bench: Bench, tmp_path: Path) -> None:
+def test_a_hint_goes_to_every_address_of_the_controllers_name(bench: Bench, checked: Checked, tmp_path: Path) -> None:
     """The first is dead, as where the head's name has an address of IPv6 that leads nowhere."""
-    assert build(tmp_path, "check").returncode == 0
+    assert checked.done.returncode == 0
     (tmp_path / "hosts").write_text("127.0.0.3 head\n127.0.0.1 head\n::1 head\n")
-    inner = f"mount --bind {tmp_path}/hosts /etc/hosts && {tmp_path}/test_unit tcp://head:{bench.listener.port}"
+    inner = f"mount --bind {tmp_path}/hosts /etc/hosts && {checked.folder}/test_unit tcp://head:{bench.listener.port}"
     subprocess.run(["unshare", "--mount", "sh", "-c", inner], check=True, timeout=CALL_LIMIT)
     (message,) = bench.listener.wait("task_exit", 0)
     assert message["job"] == "1"
@@ -717,13 +730,12 @@ def test_help_shows_the_options(bench: Bench) -> None:
         assert "--unicron-weight=WEIGHT" in text and "--unicron-min-nodes=NODES" in text and "[unicron] " in text
 
 
-def test_the_launcher_becomes_the_command_where_the_agent_is_no_program(tmp_path: Path) -> None:
+def test_the_launcher_becomes_the_command_where_the_agent_is_no_program(bench: Bench, tmp_path: Path) -> None:
     """As it is called from Slurm 23.11 on: `unicron-launch AGENT COMMAND...`."""
-    assert build(tmp_path).returncode == 0
     agent = tmp_path / "unicron-agent"
 
     def launch() -> subprocess.CompletedProcess[str]:
-        command = [tmp_path / "unicron-launch", agent, "sh", "-c", "echo $1; exit 3", "sh", "works"]
+        command = [bench.plugin.with_name("unicron-launch"), agent, "sh", "-c", "echo $1; exit 3", "sh", "works"]
         return subprocess.run(command, capture_output=True, text=True, timeout=CALL_LIMIT)
 
     for text, mode in (("#!/nonexistent/interpreter\n", 0o755), ("no program", 0o755), ("#!/bin/sh\n", 0o644)):
@@ -742,8 +754,8 @@ def test_the_launcher_becomes_the_command_where_the_agent_is_no_program(tmp_path
     [(), pytest.param(("CPPFLAGS=-DUNICRON_PREPENDS=1",), marks=pytest.mark.wide)],
     ids=["this Slurm", "23.11 on"],
 )
-def test_unit_tests_under_sanitizers(tmp_path: Path, prepends: tuple[str, ...]) -> None:
-    done = build(tmp_path, "check", *prepends)
+def test_unit_tests_under_sanitizers(checked: Checked, tmp_path: Path, prepends: tuple[str, ...]) -> None:
+    done = build(tmp_path, "check", *prepends) if prepends else checked.done
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     assert last == "ok"
@@ -782,6 +794,7 @@ def test_the_plugin_names_its_slurm_and_exports_nothing_else(bench: Bench) -> No
 
 
 def test_install_and_uninstall(tmp_path: Path) -> None:
+    build_once(tmp_path / "build")
     arguments = ["install", f"DESTDIR={tmp_path}/root", "PREFIX=/usr"]
     assert build(tmp_path / "build", *arguments).returncode == 0
     folder = tmp_path / "root" / "usr" / "lib" / "unicron"

@@ -43,9 +43,12 @@ def test_the_tasks_of_a_node_train_as_its_ranks(site: Site) -> None:
     os.kill(before[3], signal.SIGKILL)
     after = wait_for(lambda: len(found := pids(generation)) == 4 and found, site.logs)
     assert not set(after.values()) & set(before.values())
+    assert max(step["begun"] for step in site.steps(0)) > 0, "from its checkpoint"
     (site.folder / "stop").touch()
     outputs = [site.folder / f"slurm-{number}_{element}.out" for element in (0, 1)]
     wait_for(lambda: all("END 0\n" in path.read_text() for path in outputs), site.logs)
+    wait_for(lambda: site.job(number)["state"] == "ended", site.logs)
+    assert (site.job(number)["mode"], site.job(number)["ended"]["code"]) == ("restart", 0)
     for node, path in enumerate(outputs):
         lines = path.read_text().splitlines()
         for task in (0, 1):

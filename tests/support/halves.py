@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.support.jobs import World
 from unicron_transition.snapshot.image_format import ImagePage, inventory
 
-SETTINGS = {"TINY_ITERATIONS": "100000", "TINY_SLOW": "0.02", "TINY_LAYOUT": "2 1 1"}
+SETTINGS = {"TINY_ITERATIONS": "100000", "TINY_SLOW": "0.05", "TINY_LAYOUT": "2 1 1"}
 
 
 class Halves(World):

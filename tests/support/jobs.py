@@ -15,6 +15,8 @@ from tests.support.processes import LIMIT, ROOT, outside_slurm, wait_for
 
 HERE = Path(__file__).resolve().parent
 TINY, PLAIN = HERE / "tiny_gpt.py", HERE / "plain_train.py"
+# A session without Megatron: for what does not depend on the model. An iteration takes a third of the CPU time.
+TINY_PLAIN = [sys.executable, str(HERE / "tiny_plain.py")]
 # As the program does it: the working folder is not on its path.
 AGENT = [sys.executable, "-P", "-m", "unicron_ctl.agent.start.agent_main"]
 FOREVER = "1000000"  # iterations

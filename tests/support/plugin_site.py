@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import shutil
 import subprocess
 import sysconfig
+import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from tests.support.controller import Controller
@@ -24,6 +28,22 @@ def build(folder: Path, *targets: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@cache
+def _built() -> Path:
+    """A folder with the plugin, which this process has built."""
+    folder = Path(tempfile.mkdtemp(prefix="unicron-plugin-"))
+    atexit.register(shutil.rmtree, folder)
+    done = build(folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def build_once(folder: Path) -> Path:
+    """Put the plugin as it is built by default into `folder`, and return its path."""
+    shutil.copytree(_built(), folder)
+    return folder / "unicron.so"
+
+
 class Site:
     """A cluster with the plugin, the real agent and a controller. config_lines: of slurm.conf."""
 
@@ -31,7 +51,7 @@ class Site:
         self, folder: Path, nodes: int = 2, gpus: int = 1, auth: str = "none", config_lines: Sequence[str] = ()
     ):
         self.folder = folder
-        assert build(folder / "build").returncode == 0
+        plugin = build_once(folder / "build")
         scripts = sysconfig.get_path("scripts")
         self.environment = outside_slurm() | {"PLAIN_OUT": str(folder)}
         programs = [scripts, self.environment["PATH"], "/usr/local/sbin", "/usr/sbin", "/sbin"]
@@ -42,10 +62,8 @@ class Site:
         self.environment |= {"SLURM_CONF": str(self.cluster.layout.slurm_conf)}
         self.controller = Controller(folder, f'{SETTINGS}auth = "{auth}"\n', self.environment)
         self.cluster.up()
-        plugin = (
-            f"optional {folder}/build/unicron.so agent={scripts}/unicron-agent controller={self.controller.address}\n"
-        )
-        (self.cluster.layout.etc_dir / "plugstack.conf").write_text(plugin)
+        line = f"optional {plugin} agent={scripts}/unicron-agent controller={self.controller.address}\n"
+        (self.cluster.layout.etc_dir / "plugstack.conf").write_text(line)
 
     def use_agent(self, path: Path) -> None:
         """From now on another agent is put in front of commands."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import FOREVER, World
+from tests.support.jobs import FOREVER, TINY_PLAIN, World
 from tests.support.processes import unicronctl
 
 pytestmark = pytest.mark.process
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.process
 
 def test_a_healed_job_is_in_the_weeks_report_and_in_the_bundle(tmp_path: Path) -> None:
     settings = 'allow_inject = true\n[partition.default]\nmode = "act"\n'
-    with World(tmp_path, 2, settings, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.02") as job:
+    with World(tmp_path, 2, settings, TINY_PLAIN, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.02") as job:
         job.trains_on([0, 1])
         job.ask("inject", fault="rank-kill", job="7", slot=1)
         job.wait(lambda: job.events("healed"), "it is healed")

@@ -358,7 +358,10 @@ def test_the_command_brings_a_cluster_up_shows_it_and_takes_it_down(small: Local
 
 
 def test_unicron_on_a_cluster_comes_and_goes_with_it(small: LocalCluster) -> None:
+    """A new cluster's knows nothing of the jobs of the last one. Slurm's numbers begin anew: whoever remembers job 1 as
+    trained to the end ends the next job 1 untrained."""
     folder = small.layout.state_dir
+    known = folder / "unicron" / "controller" / "events.sqlite"
     assert _unicronctl(folder, "up", "--nodes", "2", "--auth", "none").returncode == 0
     refused = _unicronctl(folder, "up", "--nodes", "2", "--auth", "none", "--unicron")
     assert refused.returncode == 2 and "a different cluster (2 nodes) is up" in refused.stderr
@@ -369,7 +372,9 @@ def test_unicron_on_a_cluster_comes_and_goes_with_it(small: LocalCluster) -> Non
     assert up.returncode == 0 and 'Unicron is on them: eval "$(unicronctl cluster env)"' in up.stdout, up.stderr
     address = protection.address(small.layout)
     assert is_alive(ask_controller({"kind": "ping"}, address, timeout=30.0))
+    before = known.stat().st_ino
     assert _unicronctl(folder, "up", "--nodes", "2", "--auth", "none", "--unicron").returncode == 0, "once more"
+    assert known.stat().st_ino == before
     shown = _unicronctl(folder, "env").stdout.splitlines()
     assert f"export UNICRON_CONTROLLER={address}" in shown
     assert f"export SLURM_CONF={folder}/etc/slurm.conf" in shown
@@ -383,24 +388,16 @@ def test_unicron_on_a_cluster_comes_and_goes_with_it(small: LocalCluster) -> Non
     assert _unicronctl(folder, "up", "--nodes", "2", "--auth", "none", "--unicron").returncode == 0
     assert protection.running(small.layout)
 
+    port = int(protection.address(small.layout).rpartition(":")[2])
     assert _unicronctl(folder, "down").returncode == 0
     _assert_nothing_left(LocalCluster.load(folder))
     assert protection.address(small.layout) == ""
 
-
-def test_the_unicron_of_a_new_cluster_knows_nothing_of_the_jobs_of_the_last_one(small: LocalCluster) -> None:
-    """Slurm's numbers begin anew: whoever remembers job 1 as trained to the end ends the next job 1 untrained."""
-    folder, known = small.layout.state_dir, small.layout.state_dir / "unicron" / "controller" / "events.sqlite"
-    up = "up", "--nodes", "2", "--auth", "none", "--unicron"
-    assert _unicronctl(folder, "down").returncode == 0 and _unicronctl(folder, *up).returncode == 0
-    before, port = known.stat().st_ino, int(protection.address(small.layout).rpartition(":")[2])
-    assert _unicronctl(folder, *up).returncode == 0 and known.stat().st_ino == before, "once more"
-    assert _unicronctl(folder, "down").returncode == 0
     (known.parent / "last").touch()
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):  # a connection of somebody else's may have the port by now: as good
             held.enter_context(socket.create_server(("127.0.0.1", port)))
-        done = _unicronctl(folder, *up)
+        done = _unicronctl(folder, "up", "--nodes", "2", "--auth", "none", "--unicron")
         assert done.returncode == 0, done.stderr
     assert known.is_file() and not (known.parent / "last").exists()
     assert _unicronctl(folder, "down").returncode == 0
