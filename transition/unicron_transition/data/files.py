@@ -45,7 +45,7 @@ class OpenFiles:
 
 
 class Shards:
-    """The shards of a dataset, with `counts` samples each."""
+    """The shards of a dataset. `counts` has the number of samples of each."""
 
     def __init__(self, counts: Iterable[int]):
         self._ends = list(accumulate(counts))

@@ -37,7 +37,7 @@ class Plans:
     """The last plans of this node's ranks."""
 
     def __init__(self, slots: Collection[int]) -> None:
-        self._slots, self._here = slots, min(slots) // len(slots)  # each node has as many
+        self._slots, self._here = slots, min(slots) // len(slots)  # each node has as many slots
         self._held: dict[int, wire.PlanShare] = {}  # by generation
         self._broken_by = ""  # why the last generation broke, until the next one
         self._entered, self._world = 0, ""  # the last generation that was entered here, and its size

@@ -30,7 +30,8 @@ class Sample(msgspec.Struct):
 class Sampling:
     """Starts the child and reads its samples."""
 
-    def __init__(self, folder: str) -> None:  # its latency is measured unless the controller names another
+    def __init__(self, folder: str) -> None:
+        """Measure the latency of `folder`, unless the controller names another."""
         self._folder, self._directory, self._seconds = folder, folder, 0.0
         self._child: subprocess.Popen[bytes] | None = None
         self._buffer = b""

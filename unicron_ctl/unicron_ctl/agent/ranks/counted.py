@@ -32,7 +32,8 @@ ASK_SECONDS = 1.0  # between two such questions
 class Folder:
     """The folder of an agent's pages."""
 
-    def __init__(self, ranks: str) -> None:  # the folder of the ranks' socket
+    def __init__(self, ranks: str) -> None:
+        """Name the folder after `ranks`, the folder of the ranks' socket."""
         self.endpoint = f"ipc://{ranks}/ranks"
         try:
             self.path = tempfile.mkdtemp(prefix=os.path.basename(ranks) + "-", dir=MEMORY)

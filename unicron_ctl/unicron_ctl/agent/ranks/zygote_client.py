@@ -133,8 +133,8 @@ class ZygoteClient:
         told: Sequence[str],  # further ones
         watch: Callable[[int, Callable[[], None]], None],  # (descriptor, called when it can be read)
         unwatch: Callable[[int], None],
-        answer: float = ANSWER_SECONDS,  # without the next fork, until the ranks start cold
-        hung: float = HUNG_SECONDS,  # ... until another zygote is started
+        answer: float = ANSWER_SECONDS,  # without the next fork until the ranks start cold
+        hung: float = HUNG_SECONDS,  # without the next fork until another zygote is started
     ):
         self._python, self._words, self.environment = list(python), list(words), dict(environment)
         task = {"format": ZYGOTE.number, "preload": list(preload), "told": list(told), "agent": os.getpid()}

@@ -63,7 +63,7 @@ class DeferredTake:
 
     failure: int
     text: str
-    """The node's reason in Slurm."""
+    """The reason that Slurm would be given."""
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ class Failure:
     stepped_at: float | None = None
     restored_at: float | None = None
     whole_at: float | None = None
-    """When as many elements as wanted, any of them, trained again."""
+    """When as many ranks as wanted trained again, or exactly the lost ones."""
     reused_micro_batches: int = 0
     recomputed_micro_batches: int = 0
     redistributed_micro_batches: int = 0

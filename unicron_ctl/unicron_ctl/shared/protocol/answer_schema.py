@@ -22,7 +22,7 @@ class Ending(msgspec.Struct, kw_only=True):
     """The end of a job."""
 
     code: int
-    """The exit code of its command; not 0 if Unicron gave the job up."""
+    """The job's exit code: of its command, or by the way in which Slurm or Unicron ended it."""
     reason: Annotated[str, OWNER] = ""
     time: float
     disowned: bool
@@ -53,7 +53,7 @@ class Failure(msgspec.Struct, kw_only=True):
     stepped_at: float | None
     restored_at: float | None
     whole_at: float | None
-    """When as many elements as wanted trained again."""
+    """When as many ranks as wanted trained again, or exactly the lost ones."""
     iteration: int | None
     """The iteration with which the job went on."""
     reused_micro_batches: int
@@ -165,7 +165,7 @@ class JobBase(msgspec.Struct, kw_only=True):
     spares_wanted: Annotated[int | None, OWNER] = None
     """The number of hot spares that its owner requests."""
     spares_ready: Annotated[int | None, OWNER] = None
-    """Those that could take part now."""
+    """Spares that could take part now."""
     ended: Ending | None
     set_aside: Annotated[str, OWNER] = ""
     """Why the controller leaves the job alone, or empty."""
@@ -203,7 +203,7 @@ class Job(JobBase, kw_only=True):
     train_iterations: int
     """Iterations that the whole training takes."""
     iteration_seconds: float | None
-    """Median of the latest iterations; null before the first."""
+    """Median of the latest iterations with the present number of nodes; null before the first of these."""
     loss: Annotated[float | None, OWNER] = None
     degraded: Annotated[Slow | None, OWNER] = None
     anomalies: Annotated[list[Anomaly], OWNER] = []
@@ -214,7 +214,7 @@ class Job(JobBase, kw_only=True):
     waf: float
     """`flops` times `weight`; 0 with fewer nodes than `min_nodes`."""
     ledger_violations: Annotated[int | None, OWNER] = None
-    """Iterations in which the reports do not show each micro-batch exactly once."""
+    """Recorded iterations whose reports do not show each micro-batch exactly once; of many in a row, only some."""
     silent: Annotated[list[str], OWNER] = []
     """Elements that the controller does not hear but does not count as lost."""
     left_out: Annotated[list[str], OWNER] = []
@@ -296,7 +296,7 @@ class Explanation(JobBase, kw_only=True):
     plan_reason: str
     """Why the plan gives the job its nodes."""
     plan_trigger: str
-    """The event for which the last plan was made."""
+    """The change of the planner's input that led to the last plan: the key before and after."""
     bounds: str
     """The limits of the job's share of the plan."""
     waiting: list[Waiting]
@@ -314,7 +314,7 @@ class HealthReport(msgspec.Struct, kw_only=True):
     verdict: str
     reason: str
     source: str
-    """The program that has checked."""
+    """The occasion of the check: `prolog`, `interval` or `pair-test`."""
     at: float
 
 
@@ -361,7 +361,7 @@ class Node(NodeChecks, kw_only=True):
     lost_at: float | None
     last_heard: float | None
     asked_since: float | None
-    """When the controller began to ask other agents whether they reach it; null if it does not."""
+    """The last sign of life of its agent, if others are asked whether they reach it; null if nobody is asked."""
     anomalies: Annotated[list[Anomaly], ADMIN] = []
     spare_of: dict[str, str]
     """Hot spares on it -> `ready` or `starting`."""
@@ -504,9 +504,10 @@ class Report(msgspec.Struct, kw_only=True):
     lost_node_hours: float
     """The jobs' time that failures cost."""
     saved_node_hours: float
-    """The time that a requeue and a start from the last checkpoint would have cost more."""
+    """Node-hours that a requeue and a start from the last checkpoint would have cost beyond those lost; a recovery that
+    cost more counts 0."""
     spared_seconds: float
-    """The assumed cost of these two, on all nodes of a job."""
+    """Seconds that a requeue and a start from the last checkpoint are assumed to cost, on all nodes of a job."""
     needed_admin: Annotated[int, ADMIN] = 0
     observed: Annotated[list[str], ADMIN] = []
     """The savings that acting would have brought, as in the status."""

@@ -22,7 +22,7 @@ class PlanCommon(msgspec.Struct, kw_only=True, omit_defaults=True):
     store: ranges.NoName
     prefix: ranges.Kind
     boundary: bool = False
-    joiners: ranges.Runs = []  # the same
+    joiners: ranges.Runs = []  # as runs, like the members
     source: ranges.Slot | None = None
     step: ranges.Count | None = None
     iteration: ranges.Iteration | None = None

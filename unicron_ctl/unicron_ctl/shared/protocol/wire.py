@@ -163,7 +163,7 @@ class Timing(Message, tag="timing"):
     slot: ranges.Slot
     generation: ranges.Count
     at: ranges.Time  # the rank's clock at the step that ends the recovery (`unicron_transition.session.session`)
-    seconds: ranges.Durations  # part -> from the start of the recovery to its end
+    seconds: ranges.Durations  # part -> from the start of the recovery to the end of the part
 
 
 class ReachAnswer(Message, tag="reached"):

@@ -85,11 +85,13 @@ def test_a_decider_that_raises_sets_its_job_aside_and_the_other_goes_on(
 ) -> None:
     world, first, second = two_jobs()
     monkeypatch.setitem(table, row, breaks_for("1", table[row]))
+    told = len(orders(world, "1"))
     first[0].die(0)
     (event,) = events(world, "job_set_aside")
     assert event.job == "1" and BROKEN in event.record.reason and "raise ValueError(BROKEN)" in event.record.where
     assert "ranks train on" in event.record.reason and event.record.input
     assert world.job("1").set_aside == event.record.reason
+    assert phase != "running" or len(orders(world, "1")) == told, "what raises sends nothing"
     told = len(orders(world, "1"))
     goes_on(world, "2", second)
     for agent in first:

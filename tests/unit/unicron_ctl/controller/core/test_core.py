@@ -456,6 +456,7 @@ def test_whatever_happens_the_job_lives_on_and_the_log_gives_the_state_back(stor
     assert world.job().phase in ("running", "ended") and not world.job().set_aside
     if world.job().phase == "running":
         assert sorted(world.job().members) == [0, 1, 2, 3]
+    world.check_replay()
 
 
 def test_a_process_that_is_to_start_later_starts_under_the_next_controller():

@@ -65,6 +65,7 @@ def test_hostile_values_reach_no_other_job(said):
         wire.decode(wire.encode(message), wire.ToAgent)
     for event in world.log:
         assert records.decode(event.kind, records.encode(event.record)) == event.record or "nan" in repr(event.record)
+    world.check_replay()
 
 
 def test_the_log_of_what_hostile_values_left_is_read_again(tmp_path: Path):

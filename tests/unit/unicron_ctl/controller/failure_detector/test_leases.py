@@ -275,6 +275,24 @@ def test_an_agent_without_a_rank_gives_its_vote_up_before_the_others_go_on():
     assert 3 in world.job().members and not {0, 1} & world.job().members.keys()
 
 
+def test_elements_that_slurm_starts_elsewhere_do_not_prove_their_old_nodes_dead():
+    world, agents = trained(5, 3)
+    larger = agents[:3]
+    cut_off(world, larger)
+    show(world, ["n1", "n2", "n3"], {"DOWN", "NOT_RESPONDING"}, "Not responding")
+    for element in range(3):
+        entry = world.slurm.queue["1", element]
+        entry.update(state="RUNNING", node=f"n{element + 6}", submitted=1.0)
+        agent = FakeAgent(world, "1", element, f"n{element + 6}", nodes=5)
+        agent.register()
+        agent.ready()
+    world.run(30.0)
+    assert plans(world) == 1
+    show(world, ["n1", "n2", "n3"], {"IDLE"})  # they answer: Slurm has ended there what is not to run
+    world.run(10.0)
+    assert plans(world) == 2 and len(world.job().members) >= 2
+
+
 # ---------------------------------------------------------------- questions
 def test_what_all_have_in_common_is_worked_out_once_a_tick(monkeypatch):
     """A rack's loss is not one look through all members for each of its nodes, at each tick."""

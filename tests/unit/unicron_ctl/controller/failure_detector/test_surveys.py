@@ -131,6 +131,13 @@ def test_the_rounds_of_a_large_job_ask_about_each_pair(job: JobView, count: int,
     assert pairs == {frozenset(pair) for pair in combinations(range(count), 2)}
 
 
+def test_who_is_waited_for_is_asked_about_first_in_a_large_job(company: Company, job: JobView):
+    enlarge(company, job, 130)
+    survey = Survey()
+    start_survey(company.view, job, survey, [60])
+    assert all(60 in others for element, others in survey.asked.items() if element != 60)
+
+
 def test_of_a_large_job_those_are_asked_about_first_that_rings_and_trees_connect():
     ways = network_partitions._ways(129)
     assert ways[: NEXT_TO_IT + 2] == [*range(1, NEXT_TO_IT + 1), 32, 64] and sorted(ways) == list(range(1, 65))

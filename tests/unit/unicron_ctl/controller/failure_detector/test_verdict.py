@@ -187,6 +187,7 @@ def test_after_the_longest_wait_no_answer_keeps_it_alive_and_it_is_given_up(comp
 def test_a_majority_that_may_go_on_by_itself_is_lost_by_no_witness_no_slurm_and_no_time(company: Company):
     for element in (1, 2):
         company.suspect(element)
+    assert judged(company, company.suspect(answers="own=XR")) == f"{DIED}, answers", "its own node says that it died"
     assert judged(company, company.suspect(answers="own=SS 3=SS 4=SS")) == ""
     company.list_slurm(n1="IDLE,NOT_RESPONDING")
     assert judged(company, company.suspect(answers="own=SS 3=SS 4=SS")) == ""

@@ -240,6 +240,7 @@ def test_whatever_records_are_lost_the_training_goes_on(seed: int, records: int)
     assert job.phase in ("running", "offering") and not any(event.kind == "reform" for event in world.log)
     assert max(agent.ranks[slot].iteration for agent in agents for slot in agent.slots) >= 2
     assert len(job.members) == 8, f"{sorted(job.members)} of 8 are in"
+    world.check_replay()
 
 
 # ---------------------------------------------------------------- what agents agreed on without the controller

@@ -152,7 +152,7 @@ def test_a_new_world_waits_for_the_lease_of_what_fell_silent(restarted, snapshot
     world.run(10)
     if restarted:
         world.restart()
-    world.run(FENCED - 15)
+    world.run(FENCED - (10 if restarted else 15))
     assert world.job().phase == "forming" and len(plans(world)) == 1
     (failure,) = world.job().failures
     notes = [[m.text for m in agent.heard if isinstance(m, wire.Note)] for agent in world.agents]

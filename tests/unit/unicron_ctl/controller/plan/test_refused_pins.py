@@ -84,6 +84,7 @@ def test_without_another_node_the_pin_is_taken_back(restarted: bool) -> None:
     assert world.job().phase == "running" and set(world.job().members) == {0, 1}
 
 
+@pytest.mark.by_hand
 def test_it_is_tried_again_after_a_time() -> None:
     world, slurm, _ = _job_without_its_node(3, "n3")
     world.run(8.0)

@@ -154,7 +154,9 @@ def agent():
 )
 def test_which_plan_of_the_controller_takes_the_place_of_an_accepted_one(agent, number, prefix, followed):
     order = share(plan(number, [0, 2], prefix))
-    assert (agent.on_plan(order) is not None, agent.agreed is None) == (followed, followed)
+    answer = agent.on_plan(order)
+    assert (answer is not None, agent.agreed is None) == (followed, followed)
+    assert not followed or answer == shared_plans.whole(order), "the controller's plan, not the accepted one"
 
 
 def test_the_controller_makes_the_plan_its_own(agent):

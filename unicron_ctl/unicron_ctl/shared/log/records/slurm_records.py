@@ -75,7 +75,7 @@ class SlurmAction(Record, frozen=True, tag="slurm_action"):
     action: str
     element: int
     node: str
-    slurm_reason: str = ""  # the reason that Slurm shows
+    slurm_reason: str = ""  # the comment or node reason for Slurm; of a shrink, the nodes that stay
     restarts: int = -1  # how often Slurm had requeued the element before; -1 if unknown
 
 
@@ -155,7 +155,7 @@ class ClusterReplanned(Record, frozen=True, tag="replanned"):
     objective: float
     waf: float
     inputs: str  # the key of the planner's input
-    trigger: str  # the event for which the plan was made
+    trigger: str  # the change of the input that led to it: the key before and after
     spares: int
-    looked_up: bool  # it was made before the event
+    looked_up: bool  # the whole plan had been made ahead
     layouts: dict[str, str] = {}  # by job
