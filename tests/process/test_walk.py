@@ -27,7 +27,7 @@ PROGRAMS = {"unicrond": 1, "unicron-agent": 3, "rank": 2}  # and how many of eac
 RUNS = 2  # of the generator: what all of them have entered is certain
 MOST = 49
 # On a busy machine a look at the clock, or a message that is late, leads to some files more: reading a text takes five.
-UNLISTED = 8
+UNLISTED = 9
 
 
 class Quiet(World):
