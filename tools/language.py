@@ -1,7 +1,7 @@
 """Checks the names and docstrings of the product; `make lint` runs it.
 
-Docstrings must begin with a subject or a verb, and those of classes must not explain fields: each field has a
-docstring line of its own. Functions must not be
+Docstrings, those below a field too, must begin with a subject or a verb. Those of classes must not explain fields: each
+field has a docstring line of its own, which is a sentence with its full stop. Functions must not be
 named by a verb alone, nothing by a past participle alone, and no two modules of one package may have the same name.
 Tests and scripts for the user are not looked at. With paths as arguments, only those are checked.
 """
@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +40,13 @@ def problems(path: Path) -> Iterator[str]:
     for line, name in names(tree):
         yield f"{path.relative_to(ROOT)}:{line}: {name} is a past participle: name the thing"
     for node in ast.walk(tree):
+        for below in docstrings_below_fields(node):
+            where = f"{path.relative_to(ROOT)}:{below.lineno}"
+            text = str(below.value)
+            if found := STARTS.match(text):
+                yield f'{where}: the docstring begins with "{found[0]}": begin with a subject or a verb'
+            if not text.rstrip().endswith((".", "!", "?", ":")):
+                yield f"{where}: the docstring does not end with a full stop"
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
@@ -49,6 +57,16 @@ def problems(path: Path) -> Iterator[str]:
                 yield f"{where}: the docstring of {node.name} explains {field}: a field has its own docstring line"
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.lstrip("_") in VERBS:
             yield f"{where}: {node.name}() does not say what it acts on"
+
+
+def docstrings_below_fields(node: ast.AST) -> Iterator[ast.Constant]:
+    """The texts below assignments in a body."""
+    for line, below in (
+        pairwise(getattr(node, "body", None) or []) if not isinstance(node, ast.Lambda | ast.IfExp) else ()
+    ):
+        match line, below:
+            case ast.AnnAssign() | ast.Assign(), ast.Expr(value=ast.Constant(value=str()) as text):
+                yield text
 
 
 def fields_in_docstring(node: ast.ClassDef) -> list[str]:

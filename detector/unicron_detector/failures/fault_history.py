@@ -47,7 +47,7 @@ class Policy:
     """The limits of escalation. Times in seconds."""
 
     window: float = 1800.0
-    """The same fault within it escalates: as between two checkpoints, longer than any repair."""
+    """Seconds within which the same fault escalates: as between two checkpoints, longer than any repair."""
     quick_seconds: float = 120.0
     """A rank dies quickly if it ends this soon after its start, before it has finished an iteration."""
     quick_deaths: int = 3

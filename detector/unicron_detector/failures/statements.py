@@ -52,9 +52,9 @@ class Statement:
     speaker: str = ""
     """The rank that a prefix names."""
     chained: bool = False
-    """It was raised from the exception before it, or while that was handled."""
+    """Whether it was raised from the exception before it, or while that was handled."""
     grouped: bool = False
-    """It is a part of an ExceptionGroup."""
+    """Whether it is a part of an ExceptionGroup."""
     frames: list[str] = field(default_factory=list)
     """Files of its traceback."""
 

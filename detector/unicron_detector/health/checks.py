@@ -41,7 +41,7 @@ class HealthConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     timeout: Annotated[float, msgspec.Meta(gt=0, le=50)] = 5.0
     """Seconds for each check."""
     gpus: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """How many GPUs there must be."""
+    """The number of GPUs that there must be."""
     memory_mb: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """RealMemory of slurm.conf."""
     nics: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class HealthConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fie
     shm_mb: Annotated[int, msgspec.Meta(ge=0)] = 64
     """The least free shared memory."""
     test_mb: Annotated[int, msgspec.Meta(ge=0)] = 16
-    """How much memory is written and read back."""
+    """The memory that is written and read back."""
     kernel_state: str = "/var/lib/unicron/health"
     """A folder that only root can write, for the state of the kernel log's check."""
     programs: dict[str, str | HealthProgram] = {}

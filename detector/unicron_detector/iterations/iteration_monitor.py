@@ -42,23 +42,23 @@ class Limits:
     """When an iteration counts as slow."""
 
     skip: int = 3
-    """Iterations after a (re)start that are never learned from"""
+    """Iterations after a (re)start that are never learned from."""
     learn: int = 8
-    """Iterations until the first verdict"""
+    """Iterations until the first verdict."""
     window: int = 64
-    """Iterations of the running average"""
+    """Iterations of the running average."""
     recent: int = 16
-    """Iterations of a block. A whole block must be slow before a job is degraded"""
+    """Iterations of a block. A whole block must be slow before a job is degraded."""
     failed: float = 3.0
-    """Ratio to the running average above which an iteration has failed"""
+    """Ratio to the running average above which an iteration has failed."""
     degraded: float = 1.1
-    """Ratio to the baseline above which a block is degraded"""
+    """Ratio to the baseline above which a block is degraded."""
     spreads: float = 6.0
-    """A degraded block is also slower by this many standard deviations of the job's own blocks"""
+    """A degraded block is also slower by this many standard deviations of the job's own blocks."""
     patience: float = 6.0
-    """Maximum to which a job's own slow iterations can raise ``failed``"""
+    """Maximum to which a job's own slow iterations can raise ``failed``."""
     floor: float = 0.25
-    """Seconds that any iteration may take, so that a short stall of the machine is not a failure"""
+    """Seconds that any iteration may take, so that a short stall of the machine is not a failure."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class Job:
     keep: int = 0
     """Nodes that hold the state of a running job; its owner has at least as many."""
     must_run: bool = False
-    """It gets no nodes only if there are too few for all such jobs."""
+    """Whether it gets no nodes only if there are too few for all such jobs."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or not self.name.isprintable():

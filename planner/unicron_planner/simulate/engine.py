@@ -43,7 +43,7 @@ class Result:
     failures: tuple[float, ...]
     """Seconds of the failures that hit a job."""
     plans: int
-    """How often nodes were redistributed."""
+    """Number of times that nodes were redistributed."""
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of `unicronctl simulate`."""

@@ -76,7 +76,7 @@ class Failure:
     lost: float
     """Node-seconds; `waiting` of them without the nodes."""
     with_unicron: float
-    """The same with Unicron; `waiting_with_unicron` of them without the nodes."""
+    """Node-seconds with Unicron; `waiting_with_unicron` of them without the nodes."""
     waiting_with_unicron: float
 
     @property

@@ -30,23 +30,23 @@ class Policy:
     placement: str
     """optimal (the planner), equally, by_weight, by_size: all nodes are redistributed at every change. own: each job
     keeps its nodes, and shrinks and grows by its own losses. fixed: a job runs on all its nodes or not at all. bound:
-    not a system, but an upper bound on all of them"""
+    not a system, but an upper bound on all of them."""
     detect: Mapping[str, float]
-    """Seconds until a failure is noticed, by detection method"""
+    """Seconds until a failure is noticed, by detection method."""
     transition: Mapping[int, float | None]
-    """Seconds from then until the job goes on, by severity; None: the scenario's D_transition"""
+    """Seconds from then until the job goes on, by severity; None: the scenario's D_transition."""
     checkpoint: float | None = None
-    """Seconds between the checkpoints that a recovery falls back to; None if it needs none"""
+    """Seconds between the checkpoints that a recovery falls back to; None if it needs none."""
     redo: float = 0.0
-    """Iterations that a recovery without a checkpoint computes again"""
+    """Iterations that a recovery without a checkpoint computes again."""
     healthy: float = 1.0
-    """Throughput without failures, relative to Megatron's"""
+    """Throughput without failures, relative to Megatron's."""
     graceful: bool = True
-    """Whether a planned change loses no work"""
+    """Whether a planned change loses no work."""
     ahead: bool = False
-    """Whether the planner weighs the next failures (unicron_planner.ahead)"""
+    """Whether the planner weighs the next failures (unicron_planner.ahead)."""
     notice: bool = False
-    """Whether a job leaves a node at the last iteration boundary before an announced loss"""
+    """Whether a job leaves a node at the last iteration boundary before an announced loss."""
     sources: tuple[str, ...] = field(default=())
 
 

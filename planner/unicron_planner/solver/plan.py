@@ -14,19 +14,19 @@ class Plan:
     """The best assignment of nodes to jobs."""
 
     assignment: dict[str, int]
-    """Nodes by job"""
+    """Nodes by job."""
     objective: float
-    """Sum of G, weighted FLOP over the next running period"""
+    """Sum of G, weighted FLOP over the next running period."""
     waf: float
-    """Sum of F, weighted FLOP/s"""
+    """Sum of F, weighted FLOP/s."""
     reasons: dict[str, str]
-    """A sentence for each job"""
+    """A sentence for each job."""
     spares: int = 0
-    """Nodes that no job gets"""
+    """Nodes that no job gets."""
     layouts: dict[str, str] = field(default_factory=dict)
-    """The layout of each job that has several"""
+    """The layout of each job that has several."""
     shares: dict[str, int] = field(default_factory=dict)
-    """Nodes offered to each owner, if there are several"""
+    """Nodes offered to each owner, if there are several."""
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of `unicronctl plan`."""

@@ -28,15 +28,15 @@ class Claim:
     owner: str
     steps: tuple[tuple[float, int], ...]
     """(weight, nodes that jobs up to this weight can use), ascending; so a small job of great weight does not raise the
-    share of the owner's other jobs"""
+    share of the owner's other jobs."""
     totals: int
-    """Bit k is set if the jobs can use k nodes in all"""
+    """Bit k is set if the jobs can use k nodes in all."""
     holds: int
-    """Nodes that the jobs have now"""
+    """Nodes that the jobs have now."""
     floor: int
-    """Those of them that hold the state of running jobs"""
+    """Nodes of them that hold the state of running jobs."""
     elsewhere: int = 0
-    """The same as in `Scenario`"""
+    """Nodes outside this problem, as in `Scenario`."""
 
     @property
     def most(self) -> int:

@@ -57,7 +57,7 @@ class Sum:
     """A pending sum."""
 
     tensor: torch.Tensor
-    """It is summed in place."""
+    """The tensor that is summed, in place."""
     work: Any
     """None in a world of one."""
     check: Callable[[], None]

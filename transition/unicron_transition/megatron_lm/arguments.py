@@ -77,7 +77,7 @@ class Folders:
     interval: int
     """Iterations between two checkpoints."""
     needed: bool
-    """--exit-on-missing-checkpoint"""
+    """--exit-on-missing-checkpoint."""
     optimizer: bool = True
     """Whether to load the optimizer's state: neither --no-load-optim nor --finetune."""
     iteration: bool = True

@@ -56,17 +56,17 @@ class Writer:
     """The part of a checkpoint that a rank's file has."""
 
     place: int = 0
-    """The rank's place among the `size` places of the layout"""
+    """The rank's place among the `size` places of the layout."""
     size: int = 1
     shard: int = 0
-    """Its shard among `count` shards of a distributed optimizer"""
+    """Its shard among `count` shards of a distributed optimizer."""
     count: int = 1
     layout: str = ""
-    """The layout as people write it, such as `TP2 PP2`"""
+    """The layout as people write it, such as `TP2 PP2`."""
     loss: float | None = None
-    """The loss of the last iteration: files of two runs at the same iteration do not belong together"""
+    """The loss of the last iteration: files of two runs at the same iteration do not belong together."""
     shards: str = ""
-    """The mark of its set of shards, if agents write the files of the others"""
+    """The mark of its set of shards, if agents write the files of the others."""
 
     @property
     def mark(self) -> str:

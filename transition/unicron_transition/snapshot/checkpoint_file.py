@@ -80,21 +80,21 @@ class Head:
 
     iteration: int
     layout: str
-    """The layout, as people write it"""
+    """The layout, as people write it."""
     groups: list[PlainValues]
-    """The settings of the optimizer's groups of parameters"""
+    """The settings of the optimizer's groups of parameters."""
     scheduler: PlainValues | None
-    """The state of the learning-rate schedule"""
+    """The state of the learning-rate schedule."""
     scales: list[PlainValues]
-    """The states of the gradient scalers"""
+    """The states of the gradient scalers."""
     seed: int
     loss: float | None
     step: float
-    """The optimizer's step, if it is in no tensor"""
+    """The optimizer's step, if it is in no tensor."""
     untrained: str
-    """The mark of the image whose data follow these in a checkpoint file"""
+    """The mark of the image whose data follow these in a checkpoint file."""
     about: bytes
-    """The description of the tensors, MessagePack (:mod:`contents`)"""
+    """The description of the tensors, MessagePack (:mod:`contents`)."""
     facts: ModelFacts = field(default_factory=ModelFacts)
 
     def pack(self) -> bytes:

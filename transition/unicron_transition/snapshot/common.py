@@ -41,13 +41,13 @@ class There(NamedTuple):
     """An image in a node's memory."""
 
     node: int
-    """The lowest rank of the node"""
+    """The lowest rank of the node."""
     name: str
     choice: Choice
     place: int
-    """The rank that saved it"""
+    """The rank that saved it."""
     size: int
-    """The size of its world"""
+    """The size of its world."""
 
 
 class Way(NamedTuple):
@@ -55,14 +55,14 @@ class Way(NamedTuple):
 
     image: There
     sender: int
-    """The rank that reads the image in its node"""
+    """The rank that reads the image in its node."""
 
 
 class World(NamedTuple):
     """The place of this process in its agent's world."""
 
     folder: Path | None
-    """None if its node has no memory"""
+    """None if its node has no memory."""
     rank: int
     size: int
     local: int

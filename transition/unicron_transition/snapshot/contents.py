@@ -27,11 +27,11 @@ class Contents:
     """The parts of a state that its image has."""
 
     tensors: list[torch.Tensor]
-    """The live tensors, flat"""
+    """The live tensors, flat."""
     moving: list[int]
-    """Those of which a copy is taken at once, because the next forward pass could change them"""
+    """Tensors of which a copy is taken at once, because the next forward pass could change them."""
     about: bytes
-    """The description of the tensors, the same as long as the tensors are"""
+    """The description of the tensors, the same as long as the tensors are."""
     offsets: list[int] = field(default_factory=list)
     size: int = 0
 
@@ -182,9 +182,9 @@ class ImageContent:
     found: ImagePage
     head: Head
     places: list[Any]
-    """The index, as :func:`gather` writes it"""
+    """The index, as :func:`gather` writes it."""
     tensors: list[tuple[torch.dtype, int, int]]
-    """(dtype, elements, byte in the file or -1 for the optimizer's step)"""
+    """(dtype, elements, byte in the file or -1 for the optimizer's step)."""
     _checked: bool = False
 
     def tensor(self, number: int) -> torch.Tensor:

@@ -102,9 +102,9 @@ class CutOrder(NamedTuple):
     """The controller's order about states in memory. -1 for none."""
 
     at: int = -1
-    """Keep the first state that is saved from this iteration on"""
+    """Keep the first state that is saved from this iteration on."""
     good: int = -1
-    """The iteration that enough nodes have"""
+    """The iteration that enough nodes have."""
 
 
 def write_cut_note(folder: Path, wanted: CutOrder) -> None:

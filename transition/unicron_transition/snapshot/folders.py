@@ -35,10 +35,10 @@ class WholeCheckpoint(NamedTuple):
     """A checkpoint that has all its files."""
 
     iteration: int
-    """The iteration to go on with"""
+    """The iteration to go on with."""
     paths: tuple[Path, ...]
     foreign: bool = False
-    """It is of another format, and `paths` is the folder that the script named"""
+    """Whether it is of another format, and `paths` is the folder that the script named."""
 
     @property
     def mark(self) -> str:
@@ -138,7 +138,7 @@ class FileInProgress(NamedTuple):
     iteration: int
     part: Part
     whole: bool
-    """It is complete, and its checkpoint was not found damaged"""
+    """Whether it is complete, and its checkpoint was not found damaged."""
 
     @property
     def progress(self) -> tuple[int, int]:

@@ -24,11 +24,11 @@ class Selection:
     """The parts of the checkpoint to begin with."""
 
     optimizer: bool = True
-    """Its optimizer's state and the progress of its schedule"""
+    """Its optimizer's state and the progress of its schedule."""
     iteration: bool = True
-    """Its iteration, instead of 0"""
+    """Its iteration, instead of 0."""
     names: str = ""
-    """The table of names (`names.choose`)"""
+    """The table of names (`names.choose`)."""
 
     @property
     def renames(self) -> bool:

@@ -59,17 +59,17 @@ class Key:
     kind: str
     slot: int
     iteration: int
-    """The iteration that comes next"""
+    """The iteration that comes next."""
     place: int = 0
-    """The place of the rank among the `size` ranks of a replica"""
+    """The place of the rank among the `size` ranks of a replica."""
     size: int = 1
     shard: int = 0
-    """The number of the shard, of `count`"""
+    """The number of the shard, of `count`."""
     count: int = 1
     base: int = 0
-    """The generation that made the state"""
+    """The generation that made the state."""
     mark: str = ""
-    """The same in all images that belong together"""
+    """A text that is equal in all images that belong together."""
 
 
 class Image:

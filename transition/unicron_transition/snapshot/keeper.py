@@ -61,9 +61,9 @@ class _Copy:
     contents: contents.Contents
     tensors: list[torch.Tensor]
     ready: Any
-    """The event on the GPU after which the tensors are ready"""
+    """The event on the GPU after which the tensors are ready."""
     aside: Path | None
-    """Its second name, if the agent makes a file of it"""
+    """Its second name, if the agent makes a file of it."""
 
 
 class Keeper:

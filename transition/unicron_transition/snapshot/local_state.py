@@ -18,9 +18,9 @@ class LocalState:
     """The state of one rank. The base class, for ranks without an agent, keeps nothing but files."""
 
     sharded = False
-    """Its parts are in different ranks, with copies in others"""
+    """Its parts are in different ranks, with copies in others."""
     reports = False
-    """A rank at rest reports its :meth:`reachable_states`, and reads nothing before a plan asks it to"""
+    """A rank at rest reports its :meth:`reachable_states`, and reads nothing before a plan asks it to."""
 
     def __init__(self, state: TrainingState):
         self._state = state

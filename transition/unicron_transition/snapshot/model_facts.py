@@ -56,18 +56,18 @@ class ModelFacts:
     """The facts about one model. 0, "" and None stand for unknown ones."""
 
     dtype: str = ""
-    """The type of its parameters, if they have one"""
+    """The type of its parameters, if they have one."""
     heads: int = 0
     groups: int = 0
-    """Groups of heads that share keys and values"""
+    """Groups of heads that share keys and values."""
     channels: int = 0
-    """The size of a head"""
+    """The size of a head."""
     gated: bool | None = None
-    """Its layers are gated"""
+    """Its layers are gated."""
     vocabulary: int = 0
-    """The size without padding"""
+    """The size without padding."""
     arguments: PlainValues = field(default_factory=dict)
-    """Megatron-LM's arguments for it"""
+    """Megatron-LM's arguments for it."""
 
     @classmethod
     def of(cls, saved: Mapping[str, object]) -> ModelFacts:

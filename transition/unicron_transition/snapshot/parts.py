@@ -47,17 +47,17 @@ class Part:
     begin: int
     end: int
     parameter: Any
-    """The model's own tensor"""
+    """The model's own tensor."""
     first: int
-    """The first of these elements in it"""
+    """The first of these elements in it."""
     tensors: dict[str, torch.Tensor]
-    """The parameter and the optimizer's tensors, flat, by key"""
+    """The parameter and the optimizer's tensors, flat, by key."""
     others: dict[str, Any] = field(default_factory=dict)
-    """Other values that the optimizer keeps for the parameter, such as a step count, by key"""
+    """Other values that the optimizer keeps for the parameter, such as a step count, by key."""
     duplicate: bool = False
-    """Another rank of the replica holds the same, such as a tied embedding"""
+    """Another rank of the replica holds the same, such as a tied embedding."""
     stepped: bool = True
-    """The optimizer changes it"""
+    """The optimizer changes it."""
 
 
 class Missing(ValueError):

@@ -30,11 +30,11 @@ class Risk:
 
     nodes: int
     copies: bool
-    """Each part of its state is on several nodes"""
+    """Each part of its state is on several nodes."""
     seconds: float = 0.0
-    """The time it has run"""
+    """The time it has run."""
     losses: int = 0
-    """The losses in that time"""
+    """The losses in that time."""
 
     @property
     def rate(self) -> float:

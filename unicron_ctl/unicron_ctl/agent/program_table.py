@@ -18,13 +18,13 @@ class Option(msgspec.Struct, frozen=True):
     """An option of a launcher."""
 
     flags: Names
-    """Its names, as users write them"""
+    """Its names, as users write them."""
     has_value: bool
-    """A value follows"""
+    """A value follows."""
     fate: str
-    """The field of :class:`Launcher` that lists it"""
+    """The field of :class:`Launcher` that lists it."""
     refusal: str = ""
-    """Why the launcher stays if the option is given"""
+    """Why the launcher stays if the option is given."""
 
     @property
     def name(self) -> str:
@@ -36,31 +36,31 @@ class Launcher(Row, frozen=True):
     """A launcher that the agent replaces."""
 
     programs: Names = ()
-    """Names of its program"""
+    """Names of its program."""
     modules: Names = ()
-    """Modules that do the same by `python -m`"""
+    """Modules that do the same by `python -m`."""
     all_nodes: bool = False
-    """It starts the ranks of all nodes, so srun must not start it"""
+    """Whether it starts the ranks of all nodes, so srun must not start it."""
     command: str = ""
-    """Its command that starts ranks, if it has several commands"""
+    """Its command that starts ranks, if it has several commands."""
     abbreviates: bool = True
-    """It takes `--rdzv-e` for `--rdzv-endpoint`"""
+    """Whether it takes `--rdzv-e` for `--rdzv-endpoint`."""
     anywhere: bool = False
-    """Its options may follow the program too, and unknown ones are the program's"""
+    """Its options may follow the program too, and unknown ones are the program's."""
     like: str = ""
-    """The launcher whose options it has, too"""
+    """The launcher whose options it has, too."""
     ranks: str = ""
-    """The option with the number of ranks on a node"""
+    """The option with the number of ranks on a node."""
     nodes: str = ""
-    """The option with the number of nodes"""
+    """The option with the number of nodes."""
     honoured: Names = ()
-    """Options that the agent reads"""
+    """Options that the agent reads."""
     replaced: Names = ()
-    """Options for which Unicron has its own way"""
+    """Options for which Unicron has its own way."""
     ignored: Names = ()
-    """Options that have no effect, as the job's log says"""
+    """Options that have no effect, as the job's log says."""
     refused: dict[str, str] = {}
-    """Options that keep the launcher in place, and why"""
+    """Options that keep the launcher in place, and why."""
 
     @cached_property
     def options(self) -> tuple[Option, ...]:

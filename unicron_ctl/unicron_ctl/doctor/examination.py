@@ -82,7 +82,7 @@ class DoctorResult(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
     text: str
     do: str
-    """How to mend it."""
+    """Advice that mends it."""
     hosts: list[str]
     """None for a finding about the whole cluster."""
 

@@ -35,7 +35,7 @@ class Question(msgspec.Struct, kw_only=True):
     plugin_dir: str = ""
     """Slurm's PluginDir, folders with colons between them."""
     prolog: list[str] = []
-    """As in slurm.conf, with wildcards."""
+    """The paths as in slurm.conf, with wildcards."""
     epilog: list[str] = []
     health_program: str = ""
     users: list[str] = []
@@ -111,9 +111,9 @@ class ScriptFacts(msgspec.Struct, kw_only=True):
     found: list[str] = []
     """All that the setting leads to."""
     ours: list[str] = []
-    """Those that are Unicron's or call it."""
+    """Scripts that are Unicron's or call it."""
     blocked: list[str] = []
-    """Those of `ours` that cannot be executed."""
+    """Scripts of `ours` that cannot be executed."""
 
 
 class HealthFacts(msgspec.Struct, kw_only=True):

@@ -26,25 +26,25 @@ class Site:
 
     settings: SlurmSettings
     address: str
-    """The controller's address"""
+    """The controller's address."""
     config: str
-    """Unicron's configuration file"""
+    """Unicron's configuration file."""
     plugstack: str
-    """The file with the plugin's line, in Unicron's folder"""
+    """The file with the plugin's line, in Unicron's folder."""
     user: str
-    """unicrond's user"""
+    """unicrond's user."""
     uid: int | None = None
-    """The user's number on this host; None if there is no such user"""
+    """The user's number on this host; None if there is no such user."""
     level: str = ""
-    """The user's AdminLevel in Slurm"""
+    """The user's AdminLevel in Slurm."""
     has_accounts: bool = False
-    """Whether Slurm has slurmdbd"""
+    """Whether Slurm has slurmdbd."""
     plugin: str = PACKAGED_PLUGIN
-    """The plugin's path, for its line"""
+    """The plugin's path, for its line."""
     agent: str = PACKAGED_AGENT
-    """The agent's path, for the plugin's line"""
+    """The agent's path, for the plugin's line."""
     found: PluginFacts | None = None
-    """The plugin that Slurm has on this host"""
+    """The plugin that Slurm has on this host."""
 
     @property
     def is_enabled(self) -> bool:

@@ -41,7 +41,7 @@ class PolicyResult(msgspec.Struct, kw_only=True):
     failures: int
     """The number of failures that hit a job."""
     plans: int
-    """How often nodes were redistributed."""
+    """Number of times that nodes were redistributed."""
     sources: list[str] | UnsetType = UNSET
     all_running: dict[str, float] | UnsetType = UNSET
     """mean_waf, ideal_waf and efficiency if each of the six jobs keeps a node."""

@@ -51,13 +51,13 @@ class Below:
     """The checkpoints below a folder."""
 
     find: Find
-    """Opens a checkpoint"""
+    """Opens a checkpoint."""
     newest: Path | None = None
-    """The newest whole checkpoint"""
+    """The newest whole checkpoint."""
     why_not: dict[Path, str] = field(default_factory=dict)
-    """Newer checkpoints that are not whole, with the reason"""
+    """Newer checkpoints that are not whole, with the reason."""
     cut: bool = False
-    """A limit ended the search"""
+    """A limit ended the search."""
     _entries: int = MOST_ENTRIES
     _tries: int = MOST_TRIES
     _step_files: int = MOST_STEP_FILES

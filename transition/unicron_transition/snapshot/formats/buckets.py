@@ -80,9 +80,9 @@ class _Parameter:
 
     tensor: Tensor
     boxes: Sequence[Box]
-    """Its places in the whole tensor, in order"""
+    """Its places in the whole tensor, in order."""
     kept: bool = True
-    """Its state is read here, not from another rank that has it too"""
+    """Its state is read here, not from another rank that has it too."""
 
     @property
     def numel(self) -> int:

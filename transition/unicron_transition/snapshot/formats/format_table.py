@@ -27,23 +27,23 @@ class Format:
     """One format. The rows are tried in order, and the first that can read a folder counts."""
 
     name: str
-    """The name in `--format` and in what `show` prints"""
+    """The name in `--format` and in what `show` prints."""
     label: str
-    """The name in messages"""
+    """The name in messages."""
     is_there: Callable[[Path, Sequence[str], Sequence[str]], bool]
-    """Whether a folder holds such a checkpoint, whole or not, judging by the names of its files and folders"""
+    """Whether a folder holds such a checkpoint, whole or not, judging by the names of its files and folders."""
     read: Callable[[Path], Index | None]
-    """Return the index of a folder or file, None for another format. Raises BadCheckpoint, OSError"""
+    """Return the index of a folder or file, None for another format. Raises BadCheckpoint, OSError."""
     write: Callable[[Path, Index, Options], None] | None = None
-    """Fill an empty folder. Raises BadCheckpoint, OSError. None for a format that is only read"""
+    """Fill an empty folder. Raises BadCheckpoint, OSError. None for a format that is only read."""
     neighbours: bool = False
-    """Whether training libraries put their own files beside it"""
+    """Whether training libraries put their own files beside it."""
     checksums: bool = True
-    """Whether damage to a tensor's bytes can be detected"""
+    """Whether damage to a tensor's bytes can be detected."""
     weights_only: bool = False
-    """Whether it holds a model's weights alone, under Hugging Face's names and in any precision"""
+    """Whether it holds a model's weights alone, under Hugging Face's names and in any precision."""
     has_their_names: Callable[[Index], bool] = lambda index: False
-    """Whether an index of this format is likely to have Hugging Face's names"""
+    """Whether an index of this format is likely to have Hugging Face's names."""
 
 
 def newest_own(folder: Path) -> folders.WholeCheckpoint | None:

@@ -92,9 +92,9 @@ class Raw:
     dtype: str
     shape: Place
     strides: Place | None = None
-    """In elements; None for row-major"""
+    """In elements; None for row-major."""
     crc: int | None = None
-    """The CRC-32 of just these bytes, if the file has one"""
+    """The CRC-32 of just these bytes, if the file has one."""
 
     def __call__(self) -> Raw:
         """Return itself, so that it can be the `find` of a block."""
@@ -203,7 +203,7 @@ class Block:
     begin: int
     end: int
     find: Callable[[], Raw] | None
-    """Returns the place of the elements, in any strides if the block is whole; None for zeros"""
+    """Returns the place of the elements, in any strides if the block is whole; None for zeros."""
 
     @property
     def box(self) -> tuple[Place, Place]:
@@ -254,7 +254,7 @@ class Tensor:
     dtype: str
     blocks: list[Block]
     check: Callable[[Array, Place, Place], None] | None = None
-    """Checks each part that is read: elements, offset and extent. Raises BadCheckpoint for those of another tensor"""
+    """Checks each part that is read: elements, offset and extent. Raises BadCheckpoint for those of another tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -376,22 +376,22 @@ class Common:
     """The part of a checkpoint that is not a tensor, as plain values."""
 
     groups: list[PlainValues] = field(default_factory=list)
-    """The settings of the optimizer's groups of parameters"""
+    """The settings of the optimizer's groups of parameters."""
     step: float | None = None
-    """The optimizer's count of steps"""
+    """The optimizer's count of steps."""
     schedule: PlainValues | None = None
-    """The state of the learning-rate schedule"""
+    """The state of the learning-rate schedule."""
     scales: list[PlainValues] = field(default_factory=list)
-    """The states of gradient scalers"""
+    """The states of gradient scalers."""
     seed: int = 0
     loss: float | None = None
     facts: ModelFacts = field(default_factory=ModelFacts)
     unread: str = ""
-    """Why the optimizer's state could not be read; "" if it was, or there is none"""
+    """Why the optimizer's state could not be read; "" if it was, or there is none."""
     left: list[str] = field(default_factory=list)
-    """Everything else in the checkpoint that is not in the index"""
+    """Everything else in the checkpoint that is not in the index."""
     doubt: str = ""
-    """What the files leave open, "" for nothing"""
+    """A question that the files leave open; "" if they leave none."""
 
     def losses(self) -> list[str]:
         """Describe everything that is not in the index, in lines for people."""
@@ -405,15 +405,15 @@ class Index:
     """A checkpoint."""
 
     format: str
-    """The name that `unicronctl checkpoint show` prints"""
+    """The name that `unicronctl checkpoint show` prints."""
     iteration: int
-    """The iteration to go on with"""
+    """The iteration to go on with."""
     layout: str
-    """The layout of the ranks that wrote it, "" if unknown"""
+    """The layout of the ranks that wrote it, "" if unknown."""
     tensors: dict[str, Tensor]
     common: Common = field(default_factory=Common)
     others: dict[str, PlainValues] = field(default_factory=dict)
-    """Name of a tensor -> the plain values that the optimizer has for it"""
+    """Name of a tensor -> the plain values that the optimizer has for it."""
 
     def add(self, name: str, shape: Sequence[int], dtype: str, block: Block) -> None:
         """Add a block of a tensor. Raises BadCheckpoint if another block has another shape or type for the tensor."""

@@ -50,7 +50,7 @@ class Entry:
 
     mine: str
     theirs: tuple[str, ...]
-    """Names with `{}` for the layer"""
+    """Names with `{}` for the layer."""
     qkv: bool = False
     transposed: bool = False
 
@@ -71,11 +71,11 @@ class Table:
     name: str
     entries: tuple[Entry, ...]
     ignored: tuple[str, ...] = ()
-    """Endings of names that hold no weights"""
+    """Endings of names that hold no weights."""
     needed: str = ""
-    """A tensor that only these models have"""
+    """A tensor that only these models have."""
     prefix: str = ""
-    """The start of all names, unless the model is saved without its head"""
+    """The start of all names, unless the model is saved without its head."""
 
 
 @dataclass(frozen=True)
@@ -375,13 +375,13 @@ class Match(NamedTuple):
     """The tensors of a plain module in a checkpoint."""
 
     chosen: dict[str, str]
-    """Name here -> name there"""
+    """Name here -> name there."""
     twins: list[tuple[str, str]]
-    """Pairs there that are one tensor here"""
+    """Pairs there that are one tensor here."""
     left: list[str]
-    """Tensors of the checkpoint's model that this model does not have"""
+    """Tensors of the checkpoint's model that this model does not have."""
     beside: list[str]
-    """Tensors that are not of the checkpoint's model"""
+    """Tensors that are not of the checkpoint's model."""
 
 
 def match(there: Mapping[str, bool], mine: Mapping[str, str]) -> Match | None:

@@ -410,11 +410,11 @@ class Archive:
 
     path: Path
     content: Any
-    """The object, with references in place of tensors"""
+    """The object, with references in place of tensors."""
     storages: dict[str, tuple[int, int, int]]
-    """Key -> (first byte in the file, number of bytes, their CRC-32)"""
+    """Key -> (first byte in the file, number of bytes, their CRC-32)."""
     budget: Budget
-    """The rest of the budget, for :func:`plain`"""
+    """The rest of the budget, for :func:`plain`."""
 
     def raw(self, tensor: TensorReference) -> Raw:
         """Return the place of a tensor's elements. Raises BadCheckpoint if they are not in the file."""

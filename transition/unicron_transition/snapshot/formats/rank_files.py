@@ -76,16 +76,16 @@ class _Own:
     """A parameter in one rank's file."""
 
     name: str
-    """The name of the whole tensor; in a layer, without the prefix of layers"""
+    """The name of the whole tensor; in a layer, without the prefix of layers."""
     layer: int | None
-    """The number of its layer in the model"""
+    """The number of its layer in the model."""
     rank: int
     file: Archive
     found: TensorReference
     kept: bool
-    """It is read here, not from another rank that has it too"""
+    """Whether it is read here, not from another rank that has it too."""
     alone: bool
-    """It has a bucket of its own"""
+    """Whether it has a bucket of its own."""
 
     @property
     def whole(self) -> str:

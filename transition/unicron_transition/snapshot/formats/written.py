@@ -26,13 +26,13 @@ class Options:
     """The options of an export."""
 
     names: str = ""
-    """The table of Hugging Face's names (`names.choose`)"""
+    """The table of Hugging Face's names (`names.choose`)."""
     config: Path | None = None
-    """The model's config.json"""
+    """The model's config.json."""
     dtype: str = ""
-    """The precision of the model's tensors, "" for that of the model"""
+    """The precision of the model's tensors, "" for that of the model."""
     say: Callable[[str], None] = lambda line: None
-    """Called with each line for people"""
+    """Called with each line for people."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Out:
     shape: Place
     dtype: str
     boxes: list[tuple[Place, Place]]
-    """The blocks in which it is written; they make up the whole"""
+    """The blocks in which it is written; they make up the whole."""
     read: Callable[[Place, Place], Array]
-    """Reads the elements of a block"""
+    """Reads the elements of a block."""
 
     @property
     def nbytes(self) -> int:

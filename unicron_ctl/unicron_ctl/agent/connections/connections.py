@@ -114,13 +114,13 @@ class Connections:
 
     context: zmq.Context[zmq.Socket[bytes]]
     line: Line
-    """The line to the controller"""
+    """The line to the controller."""
     outbox: Outbox
-    """Messages to the controller"""
+    """Messages to the controller."""
     ranks: RankLine
-    """The line to the ranks"""
+    """The line to the ranks."""
     polling: Polling
-    """The sockets and descriptors for which the agent's loop waits"""
+    """The sockets and descriptors for which the agent's loop waits."""
     containment: Containment
     log: JobLog
 

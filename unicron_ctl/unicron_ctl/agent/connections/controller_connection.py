@@ -58,7 +58,7 @@ class Line:
         self._known = public_key(config=config)
         self._hello = Hello(address, config.agent.controller_users)
         self.pair = new_pair()
-        """The agent's CURVE keys, public and secret"""
+        """The agent's CURVE keys, public and secret."""
         self._endpoint = ""  # the controller's numeric address, to which the socket is connected
         self._cut = False  # by an injected loss of the network
         self._dialed = 0.0
@@ -66,17 +66,17 @@ class Line:
         self._dialed_key: str | None = None  # the key with which the socket was connected
         self._asked = 0.0
         self.key: str | None = None
-        """The agent's public key on an encrypted line; PLAIN if the controller encrypts nothing; None at first"""
+        """The agent's public key on an encrypted line; PLAIN if the controller encrypts nothing; None at first."""
         self.up = False
-        """The controller's side has answered, and has not closed since"""
+        """The controller's side has answered, and has not closed since."""
         self._problem = ""
         self.results: Mailbox[Callable[[], None]] = Mailbox()
-        """Calls to make in the agent's loop: threads ask munge, the name service and Slurm, which may take seconds"""
+        """Calls to make in the agent's loop: threads ask munge, the name service and Slurm, which may take seconds."""
         self._working: set[str] = set()
         self._term = 0  # the highest of a controller with this key
         self._doubted = 0.0  # since when only controllers of earlier terms speak; 0.0 if the last message was current
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        """Nothing may be sent while `key` is None"""
+        """Nothing may be sent while `key` is None."""
         for option, value in (*TO_CONTROLLER, *(TO_ONE_OF_SEVERAL if self._hello.several else ())):
             self.socket.setsockopt(option, value)
         self.socket.monitor(f"inproc://line-{id(self)}", EVENTS)

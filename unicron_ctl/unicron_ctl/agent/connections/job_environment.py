@@ -38,16 +38,16 @@ class Place:
     element: int
     node: str
     address: str
-    """The address by which other nodes reach this one"""
+    """The address by which other nodes reach this one."""
     settings: Settings
     step: int = 0
-    """The number of the training among those of its batch script"""
+    """The number of the training among those of its batch script."""
     requeues: int = 0
-    """Times that Slurm has run the whole job's batch script again; 0 for an element among others of an array"""
+    """Times that Slurm has run the whole job's batch script again; 0 for an element among others of an array."""
     trains: bool = True
-    """The command may train"""
+    """The command may train."""
     tasks: tuple[StepTask, ...] = ()
-    """Slurm's tasks of this node in their order, if the step has several; the first is this process"""
+    """Slurm's tasks of this node in their order, if the step has several; the first is this process."""
 
     @property
     def slots(self) -> list[int]:

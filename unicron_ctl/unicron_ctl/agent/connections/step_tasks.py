@@ -28,9 +28,9 @@ class StepTask:
     environment: Mapping[str, str]
     cpus: frozenset[int]
     devices: tuple[str, ...]
-    """The GPUs' files that it may open"""
+    """The GPUs' files that it may open."""
     stdout: int
-    """The descriptor of its standard output"""
+    """The descriptor of its standard output."""
     stderr: int
 
 
@@ -46,7 +46,7 @@ class StepTasks:
         self._channels: list[socket.socket] = []
         self._codes: Mapping[int, int] = {}
         self.launcher = ""
-        """The version of unicron-launch's messages; empty without unicron-launch"""
+        """The version of unicron-launch's messages; empty without unicron-launch."""
 
     def adopt(self, environment: MutableMapping[str, str]) -> None:
         """Take the channels, and the variables of unicron-launch."""

@@ -61,13 +61,13 @@ class Answer(msgspec.Struct):
 
     machines: int
     processes: int
-    """Of all machines"""
+    """The processes of all machines."""
     environment: dict[str, str]
-    """Variables that it changes"""
+    """Variables that it changes."""
     command: list[str] = []
-    """The command of its only process; empty if it calls torchrun"""
+    """The command of its only process; empty if it calls torchrun."""
     torchrun: dict[str, str | list[str] | bool] = {}
-    """torchrun's options by their long names"""
+    """torchrun's options by their long names."""
     program: str = ""
     words: list[str] = []
 

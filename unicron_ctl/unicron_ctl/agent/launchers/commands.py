@@ -34,15 +34,15 @@ class LauncherCommand:
     """A launcher within a command."""
 
     name: str
-    """The launcher, as the command names it"""
+    """The launcher, as the command names it."""
     prefix: list[str]
-    """Words before it"""
+    """Words before it."""
     words: list[str]
-    """Words after it: its arguments"""
+    """Words after it: its arguments."""
     python: list[str]
-    """The Python that would run it"""
+    """The Python that would run it."""
     environment: dict[str, str]
-    """Variables that an `env` before it sets"""
+    """Variables that an `env` before it sets."""
 
 
 def find_launcher(command: Sequence[str]) -> LauncherCommand | None:

@@ -43,23 +43,23 @@ class Launch:
     """A launcher's command line, ready for the agent."""
 
     launcher: str
-    """Its name"""
+    """Its name."""
     command: list[str]
-    """The command of each rank"""
+    """The command of each rank."""
     ranks: str = ""
-    """Ranks on a node, as the launcher's option says: a number, gpu, auto or cpu; empty without that option"""
+    """Ranks on a node, as the launcher's option says: a number, gpu, auto or cpu; empty without that option."""
     nodes: tuple[int, int] = (0, 0)
-    """Fewest and most nodes; (0, 0) if unknown"""
+    """Fewest and most nodes; (0, 0) if unknown."""
     total: int = 0
-    """Ranks of all nodes; 0 if unknown"""
+    """Ranks of all nodes; 0 if unknown."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that the ranks get"""
+    """Variables that the ranks get."""
     replaced: list[str] = field(default_factory=list)
-    """Options for which Unicron has its own way"""
+    """Options for which Unicron has its own way."""
     ignored: list[str] = field(default_factory=list)
-    """Options that have no effect now"""
+    """Options that have no effect now."""
     warning: str = ""
-    """A part of the launcher's work that nothing does now"""
+    """A part of the launcher's work that nothing does now."""
 
 
 def rank_command(read: Options, python: Sequence[str], local_rank: str = "") -> list[str]:

@@ -120,13 +120,13 @@ class ShellNames:
     """The launchers that a shell's text names, and programs like them."""
 
     launcher: str = ""
-    """The first launcher that begins a command or that a wrapper runs"""
+    """The first launcher that begins a command or that a wrapper runs."""
     own_ranks: str = ""
-    """The first program that starts ranks by itself"""
+    """The first program that starts ranks by itself."""
     by_path: bool = False
-    """A launcher is named by its path"""
+    """A launcher is named by its path."""
     by_no_function: bool = False
-    """A launcher follows exec or a wrapper, which call no shell functions"""
+    """A launcher follows exec or a wrapper, which call no shell functions."""
 
     def add_word(self, here: _Position, word: str, before: str) -> None:
         """Note the launchers that a word at this position names."""
@@ -145,27 +145,27 @@ class _Position:
     """The position of the next piece of a text within its command."""
 
     begins: bool = True
-    """A command may begin here"""
+    """A command may begin here."""
     wrapped: bool = False
-    """After a wrapper with which a command began"""
+    """After a wrapper with which a command began."""
     unasked: bool = False
-    """After any wrapper"""
+    """After any wrapper."""
     other: bool = False
-    """After a program that may run another environment's program"""
+    """After a program that may run another environment's program."""
     elsewhere: bool = False
-    """After such a program and the word that makes it do so"""
+    """After such a program and the word that makes it do so."""
     value_follows: bool = False
-    """After an option of such a program"""
+    """After an option of such a program."""
     by_path: bool = False
-    """After a Python with a path"""
+    """After a Python with a path."""
     module: bool = False
-    """After -m"""
+    """After -m."""
     setting: bool = False
-    """After a name before ="""
+    """After a name before =."""
     value: bool = False
-    """In the value of a setting"""
+    """In the value of a setting."""
     program: str = ""
-    """The previous piece, if it is one of OWN_RANKS that starts ranks with some commands only"""
+    """The previous piece, if it is one of OWN_RANKS that starts ranks with some commands only."""
 
     def runs(self, before: str) -> bool:
         """Say whether a word here is a command, by itself or after a wrapper."""

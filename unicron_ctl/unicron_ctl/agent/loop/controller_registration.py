@@ -25,11 +25,11 @@ class Registration:
         self._tried = float("-inf")
         self.welcomed = self.was_welcomed = False
         self.refusal = ""
-        """Why the controller last did not take this agent"""
+        """Why the controller last did not take this agent."""
         self.alone = False
-        """The job already trains without this step, so the step runs unprotected"""
+        """Whether the job already trains without this step, so the step runs unprotected."""
         self.apart = False
-        """The same for good, since the command is none of this job's"""
+        """Whether it is alone for good, because the command is none of this job's."""
 
     def on_timer(self) -> None:
         """Find the controller, and register until it welcomes this agent."""

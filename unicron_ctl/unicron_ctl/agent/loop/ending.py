@@ -29,24 +29,24 @@ class Ending:
         self._ranks, self._plans, self._snapshots, self._log = ranks, plans, snapshots, log
         self._report = report  # sends a status that says why the agent is about to end
         self.exit_code: int | None = None
-        """None until the element is over"""
+        """None until the element is over."""
         self.trained = False
-        """The job has trained to its end"""
+        """The job has trained to its end."""
         self.final = False
-        """Nobody will continue this job"""
+        """Nobody will continue this job."""
         self.summary = ""
-        """A line about what was healed, if this agent writes the end of the job's log"""
+        """A line about what was healed, if this agent writes the end of the job's log."""
         self._notice: tuple[int, float] | None = None  # the signal, and its time (monotonic)
         self.leaves = "its ranks leave at the next boundary"
-        """The log's words for what its ranks do on a signal"""
+        """The log's words for what its ranks do on a signal."""
         self.stays = False
-        """Slurm preempts the element, and must end it itself"""
+        """Slurm preempts the element, and must end it itself."""
         self.notice_seconds = 0.0
-        """The longest wait for the next boundary"""
+        """The longest wait for the next boundary."""
         self.save: Callable[[], None] = lambda: None
-        """Writes the training state at the end"""
+        """Writes the training state at the end."""
         self.stop_seconds = STOP_SECONDS
-        """For ranks to act on SIGTERM"""
+        """For ranks to act on SIGTERM."""
 
     def end_element(self, code: int, reason: str) -> None:
         """End the element with this exit code."""

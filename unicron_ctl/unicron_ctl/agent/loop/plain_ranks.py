@@ -82,7 +82,7 @@ class PlainRank(Rank):
     ):
         super().__init__(slot, local, command, lambda *_: {}, surroundings=surroundings)
         self.counted = counted
-        """The progress that its process counts"""
+        """The progress that its process counts."""
         self.step: Step | None = None  # a step of its process that has not been reported yet
         self.breaking: int | None = None  # the generation whose Break ends its process
         self.signalled = False  # ... and the process has got SIGTERM

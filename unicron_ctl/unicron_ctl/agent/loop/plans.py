@@ -26,11 +26,11 @@ class Saving(NamedTuple):
     """A way in which a node saves its part of a job."""
 
     before: Callable[[Key], tuple[int, ...] | None]
-    """Returns the nodes that write an image before this one; None: it is not this node's"""
+    """Returns the nodes that write an image before this one; None: it is not this node's."""
     rests: bool
-    """Nobody trains, as far as this node knows"""
+    """Nobody trains, as far as this node knows."""
     prunes: bool
-    """Older checkpoints are removed"""
+    """Older checkpoints are removed."""
 
 
 class Plans:

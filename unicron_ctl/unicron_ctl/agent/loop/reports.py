@@ -78,13 +78,13 @@ class Reports:
         self._period, self._progress = 1.0, 0.2  # as the controller wants them
         self._number = 0  # of the last status
         self.sent_at = 0.0
-        """The time of the last status"""
+        """The time of the last status."""
         self.dirty = False
-        """There is progress that the last status did not include"""
+        """There is progress that the last status did not include."""
         self.pinged = 0
-        """The number of the last Ping"""
+        """The number of the last Ping."""
         self.fenced = False
-        """The processes end by themselves if they are cut off"""
+        """The processes end by themselves if they are cut off."""
         self.node: NodeWatch | None = None
 
     def configure(self, period: float, progress: float) -> None:

@@ -25,9 +25,9 @@ class _Group:
 
     key: Key
     since: float
-    """The time of the first step"""
+    """The time of the first step."""
     steps: dict[int, Step] = field(default_factory=dict)
-    """By slot"""
+    """By slot."""
 
 
 class StepReports:
@@ -43,7 +43,7 @@ class StepReports:
         self._newest: dict[int, Step] = {}  # slot -> its last step
         self._number = 0  # of the last report
         self.sent_at = float("-inf")
-        """The time at which reports were last taken"""
+        """The time at which reports were last taken."""
 
     def configure(self, period: float, progress: float) -> None:
         """Set the seconds from one status to the next (period), and those that mere progress may wait."""

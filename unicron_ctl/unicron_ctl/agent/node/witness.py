@@ -19,7 +19,7 @@ class Witness:
     def __init__(self) -> None:
         self.door = Door()
         self.answers: Mailbox[tuple[int, list[str]]] = Mailbox()
-        """The number of a question, and a word for each address"""
+        """The number of a question, and a word for each address."""
         self._trying = 0
         self._lock = threading.Lock()
 

@@ -41,7 +41,7 @@ class Folder:
             self.path = tempfile.mkdtemp(prefix="counters-", dir=ranks)
         self._held = try_hold(Path(self.path))
         self.autoload = f"{self.path}/torch"
-        """The entry of Python's path by which torch loads the counters"""
+        """The entry of Python's path by which torch loads the counters."""
         about = f"{self.autoload}/{counters.NAME}-{VERSION}.dist-info"
         os.makedirs(about)
         # Copies: a container in which only the ranks run has this folder, but may not have Unicron's.

@@ -55,18 +55,18 @@ class Rank:
         self.slot, self.local, self.surroundings = slot, local, surroundings
         self._command, self._environment, self.starter = command, environment, starter
         self.logs: RankLogs | None = None
-        """The files for its output"""
+        """The files for its output."""
         self._stdin: int | None = None  # of the next process
         self._stdout: tuple[int, int] | None = None  # the pipe for the next process's standard output
         self.child: Child | None = None
         self.coming: Coming | None = None
-        """The process that is being forked"""
+        """The process that is being forked."""
         self.cold = ""
-        """Why its last process was started cold; empty for a warm one"""
+        """Why its last process was started cold; empty for a warm one."""
         self.again: float | None = None
-        """The time at which a process that could not be started is tried again (monotonic)"""
+        """The time at which a process that could not be started is tried again (monotonic)."""
         self.short = ""
-        """What the node was short of then"""
+        """The resource of which the node was short then."""
         self._tries_until = 0.0
         self._next_environment: Mapping[str, str] = {}
         self.status = structs.RankStatus(state="exited", incarnation=-1)

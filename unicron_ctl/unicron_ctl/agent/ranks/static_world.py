@@ -41,18 +41,18 @@ class World:
     """A node's part of the job."""
 
     node: int
-    """Its number, from 0"""
+    """Its number, from 0."""
     nodes: int
     ranks_per_node: int
     master: str
-    """An address of the first node"""
+    """An address of the first node."""
     port: int
     run: str
-    """The job's id"""
+    """The job's id."""
     restarts: int = 0
-    """The number of worlds that the job has had before"""
+    """The number of worlds that the job has had before."""
     names: tuple[str, ...] = ()
-    """The nodes' names, if Slurm tells them"""
+    """The nodes' names, if Slurm tells them."""
 
     def environment(self, local: int, base: Mapping[str, str]) -> dict[str, str]:
         """Return `base` with the variables that torchrun sets for the node's rank `local` (torch.distributed.run,

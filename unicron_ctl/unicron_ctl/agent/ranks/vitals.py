@@ -31,13 +31,13 @@ class Usage:
     """A process at one moment."""
 
     state: str
-    """Its letter in /proc"""
+    """Its letter in /proc."""
     cpu: float
-    """Seconds of CPU time"""
+    """Seconds of CPU time."""
     memory: float
-    """Bytes in memory"""
+    """Bytes in memory."""
     transferred: float
-    """Bytes read and written so far"""
+    """Bytes read and written so far."""
 
 
 def usage_of(pid: int) -> Usage | None:

@@ -33,19 +33,19 @@ class Coming:
     words: list[str]
     environment: Mapping[str, str]
     stderr: int
-    """The reading end of its standard error"""
+    """The reading end of its standard error."""
     leave: int
-    """The writing end of the pipe by which it gets leave to begin"""
+    """The writing end of the pipe by which it gets leave to begin."""
     theirs: tuple[int, int]
-    """The other ends of both"""
+    """The other ends of both."""
     surroundings: Surroundings = USUAL
     asked: float | None = None
-    """The time at which the zygote was asked (monotonic)"""
+    """The time at which the zygote was asked (monotonic)."""
     late: bool = False
-    """The zygote has not answered in time"""
+    """The zygote has not answered in time."""
     pid: int | None = None
     cold: str = ""
-    """Why it has to start cold"""
+    """Why it has to start cold."""
 
     @classmethod
     def of(cls, words: list[str], environment: Mapping[str, str], surroundings: Surroundings = USUAL) -> Coming:
@@ -97,16 +97,16 @@ class Answer(msgspec.Struct):
     """A message of the zygote."""
 
     ready: bool = False
-    """It has imported everything"""
+    """Whether it has imported everything."""
     off: str | None = None
-    """Why it ends"""
+    """Why it ends."""
     number: int = 0
-    """The request that it answers"""
+    """The request that it answers."""
     pid: int | None = None
     cold: str = ""
-    """Why the process has to start cold"""
+    """Why the process has to start cold."""
     stale: bool = False
-    """A file has changed since it was imported: another zygote is needed"""
+    """A file has changed since it was imported: another zygote is needed."""
 
 
 class AlwaysCold:
@@ -114,7 +114,7 @@ class AlwaysCold:
 
     def __init__(self, why: str) -> None:
         self.why = why
-        """The reason"""
+        """The reason."""
 
     def request_fork(self, environment: Mapping[str, str], *, surroundings: Surroundings = USUAL) -> Coming | None:
         """Return None: there is no zygote."""
@@ -150,7 +150,7 @@ class ZygoteClient:
         self._began = 0.0
         self._again: float | None = None  # the time at which the next zygote is started
         self.why = ""
-        """The reason for which ranks start cold now, if any"""
+        """The reason for which ranks start cold now, if any."""
 
     @property
     def pid(self) -> int | None:

@@ -28,9 +28,9 @@ class News(NamedTuple):
     """An event of the server."""
 
     problem: str = ""
-    """A line that is logged once"""
+    """A line that is logged once."""
     more: str = ""
-    """The end of that line, which differs each time"""
+    """The end of that line, which differs each time."""
 
 
 class _Strangers:

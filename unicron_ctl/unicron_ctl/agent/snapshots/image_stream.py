@@ -79,7 +79,7 @@ class NoLongerWanted(Exception):
     def __init__(self, sent: int, seconds: float, length: int):
         super().__init__(f"{sent} of {length} bytes went in {seconds:.0f} s, and then it was not wanted any more")
         self.rate = sent / max(1e-6, seconds) if sent >= PIECE else 0.0
-        """Bytes a second; 0 for too few to tell"""
+        """Bytes a second; 0 for too few to tell."""
 
 
 class ChecksumError(TransferError):
@@ -90,9 +90,9 @@ class Request(msgspec.Struct, frozen=True):
     """A client's request to get or to put an image."""
 
     key: Key | None = None
-    """The image to get"""
+    """The image to get."""
     bytes: int = 0
-    """The size of the image to put"""
+    """The size of the image to put."""
 
 
 class Meter:

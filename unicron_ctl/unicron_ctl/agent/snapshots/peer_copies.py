@@ -88,11 +88,11 @@ class _Task:
 
     key: Key
     holder: structs.Holder
-    """The other node's agent"""
+    """The other node's agent."""
     found: ImagePage | None = None
-    """The image to give; None to get one"""
+    """The image to give; None to get one."""
     failures: int = 0
-    """Failed transfers in this direction with that agent before this one"""
+    """Failed transfers in this direction with that agent before this one."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ class _Outcome:
 
     task: _Task
     problem: str = ""
-    """Why it failed, or how far it was when it was dropped"""
+    """Why it failed, or how far it was when it was dropped."""
     dropped: bool = False
-    """It was not wanted any more"""
+    """Whether it was not wanted any more."""
     blames: bool = False
-    """The other side is to blame, so that it is asked last, or passed over as a receiver"""
+    """The other side is to blame, so that it is asked last, or passed over as a receiver."""
     rate: float = 0.0
-    """Bytes a second; 0 for too little to tell"""
+    """Bytes a second; 0 for too little to tell."""
 
 
 class _FailedPeers:

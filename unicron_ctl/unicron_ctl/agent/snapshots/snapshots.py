@@ -20,11 +20,11 @@ class Snapshots:
     """The parts that keep and move an agent's training state."""
 
     memory: Memory
-    """The node's shared memory"""
+    """The node's shared memory."""
     copies: Copies
-    """Copies of it in other nodes, and of theirs here"""
+    """Copies of it in other nodes, and of theirs here."""
     files: Files
-    """Files of checkpoints, from images that ranks have set aside"""
+    """Files of checkpoints, from images that ranks have set aside."""
     say: Callable[[str], None]
 
     def last_checkpoint(self, before: Callable[[Key], Before | None], rests: bool, prunes: bool) -> Callable[[], None]:

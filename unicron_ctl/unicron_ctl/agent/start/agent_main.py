@@ -70,11 +70,11 @@ class RankCommand:
     """The command of each rank, without a launcher in front of it."""
 
     words: list[str]
-    """The command"""
+    """The command."""
     news: str = ""
-    """The job's log line about the launcher"""
+    """The job's log line about the launcher."""
     warning: str = ""
-    """The job's log line about a part of the launcher's work that nothing does now"""
+    """The job's log line about a part of the launcher's work that nothing does now."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ class Preparation:
     mode: Mode
     place: Place
     words: Sequence[str]
-    """The command of each rank"""
+    """The command of each rank."""
     seconds: float
-    """For finding the controller"""
+    """For finding the controller."""
     why_one: str
-    """Why one task is one rank (:func:`why_one_rank`)"""
+    """Why one task is one rank (:func:`why_one_rank`)."""
 
 
 def import_folders(command: Sequence[str], folder: str, python_path: str) -> list[Path]:

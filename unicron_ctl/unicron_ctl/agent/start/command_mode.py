@@ -67,13 +67,13 @@ class Mode:
     """The way in which a job is healed."""
 
     name: str
-    """session or restart"""
+    """session or restart."""
     reason: str
-    """Why it was chosen"""
+    """Why it was chosen."""
     launched: bool = False
-    """The command is a program of Megatron-LM, which session mode runs by :mod:`unicron_transition.megatron_lm`"""
+    """The command is a program of Megatron-LM, which session mode runs by :mod:`unicron_transition.megatron_lm`."""
     text: str = field(default="", compare=False)
-    """The text of its script, if that could be read"""
+    """The text of its script, if that could be read."""
 
 
 def asked_mode(option: str | None, environment: Mapping[str, str]) -> tuple[str, str]:

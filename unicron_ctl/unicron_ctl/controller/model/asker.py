@@ -22,7 +22,7 @@ class Asker:
     """The user who asks, orders or registers."""
 
     uid: int | None = None
-    """Of a munge credential that is bound to the connection; None without one."""
+    """The user of a munge credential that is bound to the connection; None without one."""
     user: str = ""
     """The uid's name, empty if the name service does not know it; for people, and not compared if there is a uid."""
     admin: bool = False

@@ -54,7 +54,7 @@ class Intent:
     at: float
     reason: str
     restarts: int
-    """How often Slurm had requeued the element before; -1 if unknown."""
+    """Slurm's requeues of the element before; -1 if unknown."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Account:
     """Micro-batches in gradients of ranks that ended before they reported; their reduce was complete, or no rank would
     have stepped."""
     problems: list[str]
-    """What breaks the exactly-once rule."""
+    """The way in which the exactly-once rule is broken."""
 
 
 @dataclass

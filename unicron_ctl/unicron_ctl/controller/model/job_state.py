@@ -88,11 +88,11 @@ class AgentRecord:
     confirmed: bool = True
     """Slurm has shown the element at work on this node."""
     tries: int = 0
-    """How often Slurm was asked to start its element again."""
+    """Requests to Slurm to start its element again."""
     noticed: bool = False
     """Slurm has asked its element to end."""
     restarts: int = -1
-    """How often Slurm had requeued its element when it came; -1 if unknown."""
+    """Slurm's requeues of its element when it came; -1 if unknown."""
 
     @property
     def ended_early(self) -> bool:
@@ -225,11 +225,11 @@ class JobState:
     superseded: dict[str, str] = field(default_factory=dict)
     """Agents whose element another agent has taken -> their node."""
     nodes: list[str] = field(default_factory=list)
-    """Of a job that is one allocation of several nodes: the node of each element."""
+    """The nodes of a job that is one allocation of several: the node of each element."""
     nodes_of_restart: int = 0
-    """How often Slurm had requeued the job when it gave it these nodes."""
+    """Slurm's requeues of the job when it gave it these nodes."""
     shrunk: int = 0
-    """How often Slurm has taken nodes out of that allocation for the plan."""
+    """Number of times that Slurm has taken nodes out of that allocation for the plan."""
     unshrinkable: str = ""
     """Why Slurm refused to do so."""
     unrequeueable: str = ""
@@ -262,7 +262,7 @@ class JobState:
     """Seconds between the last step of a generation and the first of the next one, and of iterations made again;
     before the first step, since the first failure."""
     lost_before: float = 0.0
-    """The same up to the last failure that was healed."""
+    """Seconds that had been lost up to the last failure that was healed."""
     stepping_since: float = 0.0
     """When the first iteration of the generation `stepped_in` began; 0 before."""
     stepped: float = 0.0
@@ -284,7 +284,7 @@ class JobState:
     step: int = 0
     """The Slurm step that trains."""
     requeues: int = 0
-    """How often Slurm had requeued the whole job when its agents were started."""
+    """Slurm's requeues of the whole job when its agents were started."""
     runs: dict[int, float] = field(default_factory=dict)
     """step -> when its training began, of steps that a requeue broke off: their snapshots in memory are theirs
     again."""
@@ -299,7 +299,7 @@ class JobState:
     set_aside: str = ""
     """Why the controller leaves this job alone; its ranks train on."""
     sweep: bool = False
-    """It is set aside because its elements are separate runs."""
+    """Whether it is set aside because its elements are separate runs."""
     layout: str = ""
     """The layout in which its ranks are started, if it has stated any."""
     relayout: str = ""

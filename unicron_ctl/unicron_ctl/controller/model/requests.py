@@ -66,7 +66,7 @@ class Run:
 
     actions: tuple[Action, ...]
     urgent: bool = False
-    """It overtakes waiting requests, except those that change the same element or node."""
+    """Whether it overtakes waiting requests, except those that change the same element or node."""
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class SlurmView:
     grace: Mapping[str, float] = field(default_factory=dict)
     """partition -> seconds from the first SIGTERM to the end, when an element is preempted."""
     shrinks: int = 0
-    """How often Slurm can take nodes from a running job on request."""
+    """Number of times that Slurm can take nodes from a running job on request."""
     expected: dict[str, list[int]] = field(default_factory=dict)
     """job -> elements that run or are about to start, by the last placement."""
 

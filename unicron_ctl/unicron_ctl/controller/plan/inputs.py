@@ -140,7 +140,7 @@ class Around:
     """The nodes for jobs that are planned together."""
 
     good: frozenset[str]
-    """Those that can be given to the jobs."""
+    """Nodes that can be given to the jobs."""
     ground: Ground
 
 

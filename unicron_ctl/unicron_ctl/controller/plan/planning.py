@@ -40,7 +40,7 @@ class JobInput:
     """Measured aggregate FLOP/s at `measured_nodes` nodes, 0 before the first iteration."""
     measured_nodes: int = 0
     rates: Mapping[int, float] = field(default_factory=dict)
-    """The same by node count, for every size with a reliable measurement."""
+    """The rate by node count, for every size with a reliable measurement."""
     reach: frozenset[str] = frozenset()
     """The nodes that it may be given."""
     spare_nodes: int = 0
@@ -60,7 +60,7 @@ class JobInput:
     owner: str = ""
     """FLOP/s are compared among the jobs of one owner; a job without one is compared only with itself."""
     trained: bool = True
-    """It has begun, so that it may have a state to lose. Before, it gives up nodes that are too few to begin with."""
+    """Whether it has begun, and may have a state to lose. Before, it gives up nodes that are too few to begin with."""
     block: int = 1
     """Nodes of an element, which it gets and gives up together."""
 

@@ -64,7 +64,7 @@ class Shortage:
     """A lack of nodes in an allocation, which gets no others."""
 
     reason: str
-    """How many nodes it needs, and has."""
+    """The number of nodes that it needs, and that it has."""
     final: bool
     """Whether the lost nodes never come back."""
 

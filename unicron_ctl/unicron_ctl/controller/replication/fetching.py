@@ -26,7 +26,7 @@ class FetchableState:
 
     state: State
     ways: Sequence[nearest.Way]
-    """How each part that ranks lack gets to them."""
+    """The way of each part that ranks lack to them."""
 
 
 def wanted_state(

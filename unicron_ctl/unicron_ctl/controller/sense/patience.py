@@ -38,7 +38,7 @@ class Patience:
     longest_warm_up: float = 0.0
     """The longest iteration after a (re)start, no recovery, in which newcomers took part: they compile."""
     longest_regrouped: float = 0.0
-    """The same without newcomers."""
+    """The longest such iteration without newcomers."""
     longest_outside: float = 0.0
     """The longest time between two iterations, of any rank, since another rank may write the next checkpoint."""
     longest_idle: float = 0.0

@@ -21,7 +21,7 @@ class Injury:
     """One failure that the demo causes."""
 
     kind: str
-    """As in the contract (docs/design/README.md)."""
+    """A kind of the contract (docs/design/README.md)."""
     job: str
     what: str
     """A text for people."""

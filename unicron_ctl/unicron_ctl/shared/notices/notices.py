@@ -48,7 +48,7 @@ class Message:
     text: str
     data: dict[str, object]
     html: str = ""
-    """The same as a page, for the mail of the weekly report."""
+    """The text as a page, for the mail of the weekly report."""
 
 
 _NEEDS = {

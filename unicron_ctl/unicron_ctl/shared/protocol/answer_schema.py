@@ -191,7 +191,7 @@ class Job(JobBase, kw_only=True):
 
     user: str
     partitions: list[str] = []
-    """As Slurm shows them. For an ended job those of its nodes, which only its owner and admins see."""
+    """Partitions as Slurm shows them; for an ended job those of its nodes, which only its owner and admins see."""
     since: float
     nodes: int
     """Nodes that train."""
@@ -338,7 +338,7 @@ class NodeChecks(msgspec.Struct, kw_only=True):
     health: Annotated[HealthReport | None, ADMIN] = None
     pair_test: Annotated[HealthReport | None, ADMIN] = None
     unverified: Annotated[bool | None, ADMIN] = None
-    """It is back in service without passed checks."""
+    """Whether it is back in service without passed checks."""
     suspect: Annotated[str, ADMIN] = ""
     """Why the node should be tested, or empty."""
     admission: Annotated[str, ADMIN] = ""
@@ -351,7 +351,7 @@ class Node(NodeChecks, kw_only=True):
     node: str
     partitions: list[str] = []
     states: list[str]
-    """As Slurm shows them."""
+    """States as Slurm shows them."""
     healthy: bool
     reason: str
     """The reason that Slurm shows."""
@@ -446,7 +446,7 @@ class Status(msgspec.Struct, kw_only=True):
     jobs: list[Job]
     nodes: list[Node]
     failures: list[Failure]
-    """Those of the asker's jobs, oldest first."""
+    """Failures of the asker's jobs, oldest first."""
     attention: list[Attention]
     observed: list[str]
     """The savings that acting would have brought: a line for the last week, and one for the time since."""

@@ -128,8 +128,8 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     replica: ranges.Replica = 1  # ranks of a replica
     layout: ranges.Kind = ""  # the shape of a replica, for people
     shards: Annotated[list[Shards], Meta(max_length=ranges.MOST_COPIES)] = []
-    """Of a distributed optimizer's state, from a stopped rank or a standby. From a waiting rank: those in its node's
-    memory."""
+    """The shards of a distributed optimizer's state, from a stopped rank or a standby. From a waiting rank: those in
+    its node's memory."""
     saved: ranges.Iteration = -1
     """The iteration with which the newest known checkpoint goes on; 0 before there is one, -1 if the script makes
     none."""
@@ -143,7 +143,7 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     waits: bool = False  # it waits on a socket, a pipe, or for a child
     collectives: Collectives = {}  # in restart mode, of a rank that stands still
     outlives: bool = False
-    """It ignores SIGTERM, and trains on to the next boundary when its element has to end."""
+    """Whether it ignores SIGTERM, and trains on to the next boundary when its element has to end."""
     saves_in: ranges.Kind = ""
     """The folder of the job's checkpoints, from the rank that writes them; empty if the name is too long."""
 

@@ -316,7 +316,7 @@ class Plan(Message, tag="plan"):
     store: ranges.NoName
     prefix: ranges.Kind
     boundary: bool = False
-    """It is an offer, taken at the end of the iteration in which every member has it."""
+    """Whether it is an offer, taken at the end of the iteration in which every member has it."""
     joiners: ranges.Slots = []
     """Slots that get the state of the source's replica, place by place."""
     source: ranges.Slot | None = None

@@ -50,21 +50,21 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
     # ---- connections
     listen: str = f"tcp://0.0.0.0:{DEFAULT_PORT}"
-    """Where the controller listens."""
+    """The address at which the controller listens."""
     address: str | list[str] = ""
-    """Where others reach it: tcp://HOST:PORT. Login nodes need it, because "all addresses" names no host. With several,
-    as a list, the controllers on these hosts share a state folder, and all but one wait (docs/head-node.md)."""
+    """The address at which others reach it: tcp://HOST:PORT. Login nodes need it if it listens on all addresses. With
+    several, as a list, the controllers on these hosts share a state folder; all but one wait (docs/head-node.md)."""
     state_dir: str = ""
     """Folder of the event log; by default /var/lib/unicron for root, else below the user's home."""
     public_key: str = ""
     """The only controller to believe, by its key (`unicrond --make-key`); by default munge says whose key it is."""
     auth: Literal["munge", "none"] = "munge"
-    """How agents and users prove who they are; "none" is for one user at a loopback address, and encrypts nothing."""
+    """The proof of who agents and users are; "none" is for one user at a loopback address and encrypts nothing."""
     metrics: str = ""
-    """Where Prometheus asks for metrics: HOST:PORT, or ":7453" for loopback alone; by default nowhere. Whoever reaches
-    it sees the names and users of all jobs."""
+    """The address at which Prometheus asks for metrics: HOST:PORT, or ":7453" for loopback alone; by default none.
+    Whoever reaches it sees the names and users of all jobs."""
     web_url: str = ""
-    """Where people open the page of `unicronctl web`: https://HOST; by default http://127.0.0.1:7454."""
+    """The address at which people open the page of `unicronctl web`: https://HOST; by default http://127.0.0.1:7454."""
     admins: list[str] = []
     """Users who may do what a job's owner may, besides root."""
     readers: list[str] = []
@@ -84,7 +84,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
     # ---- Slurm
     slurm: Literal["auto", "command", "none"] = "auto"
-    """How Unicron calls Slurm: by pyslurm if it fits the cluster, by its commands, or not at all."""
+    """The way in which Unicron calls Slurm: by pyslurm if it fits the cluster, by its commands, or not at all."""
     slurm_poll_seconds: Seconds = 2.0
     """Between two listings of Slurm's jobs and nodes."""
     slurm_timeout: Seconds = 10.0
@@ -99,7 +99,7 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     offer_delay: SecondsOrZero = 0.2
     """Newcomers within this time join together, if more ranks of the job are starting."""
     join_after_seconds: SecondsOrZero = 5.0
-    """The same in restart mode, counted from the last newcomer."""
+    """Seconds for further newcomers in restart mode, counted from the last newcomer."""
     fault_grace: SecondsOrZero = 0.15
     """That a rank which stopped by itself waits for the cause to show: its peers fail because it did."""
     report_timeout: Seconds = 10.0
@@ -200,7 +200,7 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     node_events: bool = True
     """Watch the kernel log, the memory cgroup and the links."""
     kmsg: str = "/dev/kmsg"
-    """Where the kernel log is read; the variable UNICRON_KMSG takes precedence."""
+    """The file from which the kernel log is read; the variable UNICRON_KMSG takes precedence."""
     link_seconds: Annotated[float, Range(0.1, 3600.0)] = 5.0
     """Between two readings of the links' counters."""
     controller_users: list[str] = []

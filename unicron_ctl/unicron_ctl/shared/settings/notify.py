@@ -28,7 +28,7 @@ class NotifyConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A program that is told by JSON on its standard input: an absolute path. Root or unicrond's user owns it, and
     nobody else can write it."""
     mail: list[str] = []
-    """Who gets mail."""
+    """The addresses that get mail."""
     mail_from: str = ""
     """The sender; by default unicron@HOST."""
     smtp: str = "localhost:25"
@@ -36,7 +36,7 @@ class NotifyConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     secrets: str = ""
     """A TOML file of mode 0600: slack, webhook (URLs), webhook_token, smtp_user, smtp_password."""
     kinds: tuple[NoticeKind, ...] = ("admin", "healed", "left")
-    """What is told: what needs an admin, jobs that were healed, nodes that were left."""
+    """The kinds of notices: what needs an admin, jobs that were healed, nodes that were left."""
     digest_seconds: Annotated[float, Range(0.0, 86400.0)] = 30.0
     """That a notice waits for others, which go with it."""
     most_per_hour: Annotated[int, Range(1, 3600)] = 12

@@ -51,7 +51,7 @@ class PartitionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """off: its jobs run unprotected. observe: they heal on their own nodes, and nothing
     changes in Slurm. act: all."""
     actions: list[Permission] | None = None
-    """What may be done in "act"; by default everything."""
+    """The actions that are allowed in "act"; by default all."""
     max_weight: Weight | None = None
     """The most that a job's weight counts for; by default 1."""
     spare_nodes: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] | None = None

@@ -171,9 +171,9 @@ class NodeInfo:
     partitions: tuple[str, ...] = ()
     features: frozenset[str] = frozenset()
     gres: str = ""
-    """As in slurm.conf: "gpu:a100:8"."""
+    """The GPUs as in slurm.conf: "gpu:a100:8"."""
     reservations: tuple[Reservation, ...] = ()
-    """Those that hold the node now or will."""
+    """Reservations that hold the node now or will."""
     size: Size = Size()
     limits: tuple[PartitionInfo, ...] = ()
     """Its partitions that limit what a job may have."""
@@ -200,59 +200,59 @@ class ElementInfo:
     """One element of an array job, or a plain job. A text with an ellipsis at its end was longer."""
 
     job: str
-    """The array's id"""
+    """The array's id."""
     element: int
     slurm_id: str
-    """The element's own id, equal to `job` until Slurm splits the element off"""
+    """The element's own id, equal to `job` until Slurm splits the element off."""
     state: str
-    """As :func:`unicron_ctl.shared.slurm.states.element_state` returns it"""
+    """A state that :func:`unicron_ctl.shared.slurm.states.element_state` returns it."""
     node: str | None = None
     reason: str = ""
-    """Why a pending element waits"""
+    """Why a pending element waits."""
     name: str = ""
-    """Written by the user like `comment`, and `account` without accounting: any bytes may be in it"""
+    """Written by the user like `comment`, and `account` without accounting: any bytes may be in it."""
     user: str = ""
     comment: str = ""
     restarts: int = 0
-    """How often it was requeued"""
+    """Number of its requeues."""
     exit_code: str = ""
-    """ "code:signal" of an element that has ended"""
+    """ "code:signal" of an element that has ended."""
     uid: int = 0
     submitted: float = 0.0
-    """Seconds since the epoch, set anew at a requeue"""
+    """Seconds since the epoch, set anew at a requeue."""
     account: str = ""
     qos: str = ""
     partition: str = ""
-    """May be a list with commas while it is pending"""
+    """May be a list with commas while it is pending."""
     features: str = ""
-    """The constraint, as in sbatch(1)"""
+    """The constraint, as in sbatch(1)."""
     gres: str = ""
-    """What it asks of a node, in whatever way, such as gpu:a100:8"""
+    """The GPUs that it asks of a node, in whatever way, such as gpu:a100:8."""
     reservation: str = ""
     excluded_nodes: frozenset[str] = frozenset()
     time_limit: float | None = None
-    """Seconds"""
+    """Seconds."""
     priority: int = 0
     admin_comment: str = ""
-    """Written only by administrators"""
+    """Written only by administrators."""
     starts: float | None = None
-    """The scheduler's estimate for a pending element, like `planned_nodes`"""
+    """The scheduler's estimate for a pending element, like `planned_nodes`."""
     planned_nodes: frozenset[str] = frozenset()
     required_nodes: frozenset[str] = frozenset()
-    """Nodes that it must have: its user's, or the last pin"""
+    """Nodes that it must have: its user's, or the last pin."""
     asked: Needs = Needs()
     hetero: str = ""
-    """The id of the heterogeneous job of which it is a component"""
+    """The id of the heterogeneous job of which it is a component."""
     brief: bool = False
-    """Only the whole queue showed it, so its owner, its number and its texts are unknown"""
+    """Only the whole queue showed it, so its owner, its number and its texts are unknown."""
     array: bool = False
-    """It is a task of a job array"""
+    """Whether it is a task of a job array."""
     on_hold: bool = False
-    """Slurm's word for its state says that it is held, whatever its reason"""
+    """Slurm's word for its state says that it is held, whatever its reason."""
     allocation: int = 1
-    """Nodes of its allocation, which Slurm holds, requeues and ends as a whole"""
+    """Nodes of its allocation, which Slurm holds, requeues and ends as a whole."""
     block: int = 1
-    """Nodes that are one element of the array (:mod:`unicron_ctl.controller.model.allocation`)"""
+    """Nodes that are one element of the array (:mod:`unicron_ctl.controller.model.allocation`)."""
 
     @property
     def label(self) -> str:
@@ -270,11 +270,11 @@ class Queue:
     """The whole queue, as far as the planner needs it."""
 
     elements: list[ElementInfo] = field(default_factory=list)
-    """Others' elements that occupy nodes, and their most urgent pending element of each kind"""
+    """Others' elements that occupy nodes, and their most urgent pending element of each kind."""
     rows: int = 0
-    """Rows of the whole queue"""
+    """Rows of the whole queue."""
     cut: bool = False
-    """Some lists of nodes did not fit, so it is unknown who occupies some nodes"""
+    """Some lists of nodes did not fit, so it is unknown who occupies some nodes."""
 
 
 @dataclass(frozen=True)
@@ -282,15 +282,15 @@ class Site:
     """Slurm's settings that seldom change."""
 
     private: frozenset[str] = frozenset()
-    """PrivateData: kinds of things of which users see only their own"""
+    """PrivateData: kinds of things of which users see only their own."""
     domains: Mapping[str, str] = field(default_factory=dict)
-    """Node -> the leaf switch or block with which it fails"""
+    """Node -> the leaf switch or block with which it fails."""
     kill_wait: float = 30.0
-    """Seconds from SIGTERM to SIGKILL when something has to end"""
+    """Seconds from SIGTERM to SIGKILL when something has to end."""
     grace: Mapping[str, float] = field(default_factory=dict)
-    """Partition -> seconds from the first SIGTERM to that, when something is preempted"""
+    """Partition -> seconds from the first SIGTERM to that, when something is preempted."""
     shrinks: int = 0
-    """How often Slurm takes nodes from a running job if asked to"""
+    """Number of times that Slurm takes nodes from a running job if asked to."""
 
 
 UNSAID = Site()

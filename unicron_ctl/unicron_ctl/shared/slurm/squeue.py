@@ -53,10 +53,10 @@ class Fact:
     """One line of the first listing."""
 
     info: ElementInfo
-    """Without the texts of the second listing"""
+    """Without the texts of the second listing."""
     is_array: bool
     key: Key
-    """The line's place in the second listing"""
+    """The line's place in the second listing."""
 
 
 def columns_format(columns: Iterable[tuple[str, int]]) -> str:

@@ -21,9 +21,9 @@ class BoundedServer(socketserver.TCPServer):
     allow_reuse_address = True
     request_queue_size = 128
     most_open = 256
-    """Connections at once; one more closes the oldest that has not sent its request yet, else the oldest"""
+    """Connections at once; one more closes the oldest that has not sent its request yet, else the oldest."""
     whole_seconds = 15.0
-    """For a connection in all, however slowly it sends and reads"""
+    """For a connection in all, however slowly it sends and reads."""
 
     def __init__(self, *arguments: Any) -> None:
         self._open: dict[socket.socket, float] = {}

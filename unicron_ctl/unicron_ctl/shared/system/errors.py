@@ -15,7 +15,7 @@ class UserError(Exception):
         if exit_code not in (FAILURE, WRONG_USE):
             raise ValueError(f"exit_code must be 1 or 2, got {exit_code}")
         self.exit_code = exit_code
-        """2 for wrong use (bad option, bad input file), 1 for everything else"""
+        """2 for wrong use (bad option, bad input file), 1 for everything else."""
 
 
 def one_line(text: str) -> str:

@@ -11,14 +11,13 @@ from tests.support.depth import cases
 from unicron_ctl.controller.plan import planning
 from unicron_ctl.controller.plan.planning import JobInput
 from unicron_ctl.controller.plan.pools import crowd, join_plans, plan, pools
-from unicron_planner.solver.plan import Plan
 
 
 def _job(name: str, reach: str, nodes: int = 0, most: int = 8, weight: float = 1.0, spare: int = 0) -> JobInput:
     return JobInput(name, weight, 1, most, nodes, nodes, reach=frozenset(reach), spare_nodes=spare)
 
 
-def _solve(jobs: Sequence[JobInput], nodes: int, elsewhere: Mapping[str, int]) -> Plan:
+def _solve(jobs: Sequence[JobInput], nodes: int, elsewhere: Mapping[str, int]):
     return planning.plan(jobs, nodes, 1000.0, 5.0, elsewhere)
 
 

@@ -15,7 +15,7 @@ class JobRegistered(Record, frozen=True, tag="job_registered"):
     uid: int | None = None
     """The owner's, by the credential of the first agent. None without credentials, or if it was an admin's."""
     submitted: float = 0.0
-    """As Slurm shows it, in seconds since the epoch; 0 while Slurm has not confirmed the job."""
+    """The submit time as Slurm shows it, in seconds since the epoch; 0 while Slurm has not confirmed the job."""
     nodes: list[str] = []  # of one allocation, in Slurm's order
     restarts: int = 0  # how often Slurm had requeued it
     runs: dict[int, float] = {}  # as in `JobState`

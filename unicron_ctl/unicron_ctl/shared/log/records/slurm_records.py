@@ -137,7 +137,7 @@ class ElementUnpinned(Record, frozen=True, tag="unpinned"):
 
     element: int
     node: str = ""
-    """It did not start there, for the reason `said`; empty if it was only released."""
+    """The node on which it did not start, for the reason `said`; empty if it was only released."""
     said: str = ""  # by Slurm
     until: float = 0.0  # the job does not get this node before (seconds since the epoch)
 
