@@ -36,12 +36,13 @@ help:            ## this list
 venv: $(STAMP)   ## .venv with all that the demo and the tests need, and the project itself (editable)
 
 # torch comes first: it is the largest download, and a failure there should show at once. On machines without a GPU,
-# PIP_ARGS can name an index or a folder with CPU-only builds of it.
+# PIP_ARGS can name an index or a folder with CPU-only builds of it. Most of its modules are never imported, so each is
+# compiled at its first import.
 $(STAMP): setup.cfg pyproject.toml $(CONSTRAINTS)
 	PYTHON=$(PYTHON) tools/system-packages.sh venv
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[train,dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[train,dev]"
 	touch $@
 
 system:          ## installs missing Debian packages: Slurm, munge, a C compiler
@@ -90,7 +91,7 @@ demo: system venv plugin   ## two jobs train on a private Slurm cluster and are 
 	$(BIN)/unicronctl demo $(DEMO_ARGS)
 
 # The tests start hundreds of processes, which are to find the modules compiled, whatever the shell has set.
-test test-others test-slurm test-process test-demo test-wide test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
+demo test test-others test-slurm test-process test-demo test-wide test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
 
 test: system-test venv plugin   ## all three tiers: pure, several processes, a real Slurm; ten to sixteen minutes
 ifeq ($(PYTEST_ARGS),)

@@ -19,7 +19,7 @@ from tests.support.documents import walks
 from tests.support.jobs import FOREVER, TINY, World, json_lines
 from tests.support.processes import ROOT, wait_for
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.wide]
 
 DOCUMENT = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- measured walk: made by tests/process/test_walk.py -->", "<!-- end of measured walk -->"
