@@ -93,7 +93,7 @@ demo: system venv plugin   ## two jobs train on a private Slurm cluster and are 
 # The tests start hundreds of processes, which are to find the modules compiled, whatever the shell has set.
 demo test test-others test-slurm test-process test-demo test-wide test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
 
-test: system-test venv plugin   ## all three tiers: pure, several processes, a real Slurm; ten to sixteen minutes
+test: system-test venv plugin   ## all three tiers: pure, several processes, a real Slurm; some eleven minutes
 ifeq ($(PYTEST_ARGS),)
 	@echo "All three tiers run side by side: each prints when it is through."
 	$(MAKE) --no-print-directory -j2 --output-sync=line test-unit test-others
