@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = sorted(str(path.parent.relative_to(ROOT)) for path in ROOT.glob("*/unicron*/__init__.py"))
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 STARTS = re.compile(r"(As|Of|The same|Those|It|Whose|What|How|Who|Where|Whom)\b|\.\.\.")
 FIELDS = re.compile(r"(?:^|[.;)`] |\n)\s*`?(\w+)`?(?:(?:,| and) `?\w+`?)*: ")
 VERBS = frozenset(
@@ -40,18 +41,16 @@ def problems(path: Path) -> Iterator[str]:
     for line, name in names(tree):
         yield f"{path.relative_to(ROOT)}:{line}: {name} is a past participle: name the thing"
     for node in ast.walk(tree):
-        for below in docstrings_below_fields(node):
-            where = f"{path.relative_to(ROOT)}:{below.lineno}"
-            text = str(below.value)
-            if found := STARTS.match(text):
-                yield f'{where}: the docstring begins with "{found[0]}": begin with a subject or a verb'
-            if not text.rstrip().endswith((".", "!", "?", ":")):
-                yield f"{where}: the docstring does not end with a full stop"
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if not isinstance(node, Documented):
             continue
         where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
-        if found := STARTS.match(ast.get_docstring(node) or ""):
-            yield f'{where}: the docstring begins with "{found[0]}": begin with a subject or a verb'
+        below = [(f"{path.relative_to(ROOT)}:{line}", text) for line, text in docstrings_below_fields(node)]
+        for place, text in [(where, ast.get_docstring(node) or ""), *below]:
+            if found := STARTS.match(text):
+                yield f'{place}: the docstring begins with "{found[0]}": begin with a subject or a verb'
+        for place, text in below:
+            if not text.rstrip().endswith((".", "!", "?", ":")):
+                yield f"{place}: the docstring does not end with a full stop"
         if isinstance(node, ast.ClassDef):
             for field in fields_in_docstring(node):
                 yield f"{where}: the docstring of {node.name} explains {field}: a field has its own docstring line"
@@ -59,14 +58,14 @@ def problems(path: Path) -> Iterator[str]:
             yield f"{where}: {node.name}() does not say what it acts on"
 
 
-def docstrings_below_fields(node: ast.AST) -> Iterator[ast.Constant]:
-    """The texts below assignments in a body."""
-    for line, below in (
-        pairwise(getattr(node, "body", None) or []) if not isinstance(node, ast.Lambda | ast.IfExp) else ()
-    ):
+def docstrings_below_fields(
+    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef,
+) -> Iterator[tuple[int, str]]:
+    """The line and text of each docstring below an assignment in the node's body."""
+    for line, below in pairwise(node.body):
         match line, below:
-            case ast.AnnAssign() | ast.Assign(), ast.Expr(value=ast.Constant(value=str()) as text):
-                yield text
+            case ast.AnnAssign() | ast.Assign(), ast.Expr(value=ast.Constant(value=str(text))):
+                yield below.lineno, text
 
 
 def fields_in_docstring(node: ast.ClassDef) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from syrupy.assertion import SnapshotAssertion
 
+from tests.support.fake_programs import program
 from unicron_ctl.cli.config_check import command, permissions, table
 from unicron_ctl.shared.settings.config import Config, ControllerConfig
 from unicron_ctl.shared.settings.partitions import Claim, PartitionConfig
@@ -50,10 +51,8 @@ def test_slurm_that_gives_nodes_back_by_itself_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, warns: bool
 ) -> None:
     answers = {"partition": "PartitionName=gpu State=UP TotalNodes=4", "config": f"ReturnToService         = {value}"}
-    program = tmp_path / "scontrol"
     cases = "\n".join(f"*{name}*) echo '{said}' ;;" for name, said in answers.items())
-    program.write_text(f'#!/bin/sh\ncase "$*" in\n{cases}\nesac\n')
-    program.chmod(0o755)
+    program(tmp_path / "scontrol", f'case "$*" in\n{cases}\nesac')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     path = tmp_path / "unicron.toml"
     path.write_text("[controller]\nslurm = 'command'\n")

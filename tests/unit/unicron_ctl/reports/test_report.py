@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 from syrupy.assertion import SnapshotAssertion
 
+from tests.support.fake_programs import program
 from unicron_ctl.cli.unicronctl import unicronctl
 from unicron_ctl.reports import bundle
 from unicron_ctl.reports import report_command as reporting
@@ -95,8 +96,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in (("squeue", "7|RUNNING|None"), ("scontrol", f"JobId=7 JobName={WORDS} Comment={WORDS}")):
-        (programs / name).write_text(f"#!/bin/sh\necho '{text}'\n")
-        (programs / name).chmod(0o755)
+        program(programs / name, f"echo '{text}'")
     monkeypatch.setenv("PATH", str(programs))
     found = Asked(logs)
     monkeypatch.setattr(bundle, "ask_controller", found)
@@ -217,8 +217,7 @@ def test_a_report_is_sent_to_the_targets_of_notify(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(reporting, "ask_controller", lambda question, _: questions.append(question))
     monkeypatch.setattr(reporting, "as_struct", quiet_week)
     hook, config = tmp_path / "hook", tmp_path / "unicron.toml"
-    hook.write_text(f"#!/bin/sh\ncat > {tmp_path}/said\n")
-    hook.chmod(0o755)
+    program(hook, f"cat > {tmp_path}/said")
     config.write_text(f'[notify]\nhook = "{hook}"\n')
     status, output = run("week", "--since", "2d", "--send", "--config", str(config))
     assert status == 0 and not output.strip(), output

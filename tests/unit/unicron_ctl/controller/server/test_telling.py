@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from tests.support.fake_programs import program
 from tests.support.processes import is_alive, wait_for
 from unicron_ctl.controller.server.telling import DAY, FIRST_RETRY, GIVE_UP, MOST_WAITING, Telling
 from unicron_ctl.shared.log import records
@@ -35,10 +36,7 @@ MESSAGE = compose([NOTICE], 0, "tcp://head:7451")
 
 
 def hook(folder: Path, text: str) -> str:
-    path = folder / "hook"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
+    return str(program(folder / "hook", text))
 
 
 class Desk:
