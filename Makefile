@@ -194,7 +194,7 @@ peers-debian:    ## as root: the peers that need a newer Debian than this one
 /opt/peers/%/.installed: benchmarks/leaderboard/requirements/debian/%.txt
 	apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends python3-venv
 	python3 -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --quiet --no-cache-dir --no-compile --disable-pip-version-check $(PIP_ARGS) -r $<
+	$(@D)/bin/python -m pip install --quiet --no-cache-dir --disable-pip-version-check $(PIP_ARGS) -r $<
 	touch $@
 
 leaderboard: system venv plugin peers   ## Unicron beside torchrun, torchft, NVRx, lm-resiliency and plain Slurm: the same failures, one run; with `make peers-debian` first also NVRx 0.7
