@@ -134,5 +134,5 @@ def test_the_core_alone_is_measured_by_its_own_time_and_agents_that_are_too_many
     assert 0 < figures["share of the core while all train"] < 1 and figures["leases lost"] == 0
     assert figures["a rank dies: Break at all agents"] > 0 and "memory, at most" not in figures
     monkeypatch.setattr(scale, "FORM_SECONDS", 0.1)
-    with pytest.raises(UserError, match="12 agents were too many: .*all ranks train for the first time"):
+    with pytest.raises(UserError, match=r"12 agents were too many: .*all ranks train for the first time"):
         scale.measure(sizes, report)
