@@ -35,4 +35,4 @@ def with_rows(text: str, report: Report, day: str) -> str:
 
 def _cells(figure: Figure) -> str:
     goal, missed = figure.goal.removeprefix("goal: ").strip(), "" if figure.met else ", **missed**"
-    return f"| {figure.what} | {goal} | {f'{figure.value:.3g} {figure.unit}'.strip()}{missed}"
+    return f"| {figure.what.strip()} | {goal} | {f'{figure.value:.3g} {figure.unit}'.strip()}{missed}"

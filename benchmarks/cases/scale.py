@@ -22,9 +22,10 @@ import msgspec
 
 from benchmarks.report import Report
 from benchmarks.scale.alone import Alone
-from benchmarks.scale.lines import Connection, Failed, Sockets
+from benchmarks.scale.lines import Failed, Sockets
 from benchmarks.scale.process import PinnedController, allow_descriptors, cores
 from benchmarks.scale.simulation import Counts, Lines, Simulation, names
+from tests.support.processes import wait_for
 from unicron_ctl.shared.system.errors import UserError
 
 FORM_SECONDS = 120.0  # limits of the waits
@@ -90,13 +91,11 @@ def idle_connections(agents: int, controller: PinnedController, report: Report) 
         time.sleep(IDLE_SECONDS)
         return (controller.cpu_seconds() - used) / (time.monotonic() - began)
 
-    without = share()
-    with contextlib.ExitStack() as stack:
-        for index in range(agents):
-            stack.enter_context(contextlib.closing(Connection(*controller.endpoint, f"idle-{index}".encode())))
+    without, open_before = share(), controller.descriptors()
+    with contextlib.closing(Sockets(controller.endpoint, names(agents))):
         time.sleep(0.5)
         report.figure("share of the core that idle connections take", max(0.0, share() - without), "", 0.005)
-    time.sleep(0.5)
+    wait_for(lambda: controller.descriptors() <= open_before, "the controller has closed them", SETTLE_SECONDS)
 
 
 def with_agents(sizes: Sizes, lines: Lines, cpu_seconds: Callable[[], float], report: Report) -> None:

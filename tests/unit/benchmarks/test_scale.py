@@ -28,7 +28,7 @@ def router():
 
 
 def connect(router: zmq.Socket) -> Connection:
-    return Connection("127.0.0.1", router.bind_to_random_port("tcp://127.0.0.1"), b"agent-1", LIMIT)
+    return Connection("127.0.0.1", router.bind_to_random_port("tcp://127.0.0.1"), b"agent-1", "127.1.1.1", LIMIT)
 
 
 def receive(connection: Connection) -> list[bytes]:
