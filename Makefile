@@ -165,8 +165,8 @@ lint-text:
 	$(BIN)/python docs/pictures/draw.py --check
 	$(BIN)/python tools/draw_imports.py --check
 
-bench: system venv plugin   ## the figures that the project promises
-	$(BIN)/python -m benchmarks.cases
+bench: system-wide venv plugin   ## the figures that the project promises, and the table of their goals in docs/results.md
+	$(BIN)/python -m benchmarks.cases --table
 
 storms: system venv plugin  ## as root: a job on a cluster with real links, and what it must survive
 	$(BIN)/python -m benchmarks.storms $(STORMS_ARGS)

@@ -96,6 +96,8 @@ class Report(msgspec.Struct):
 
     case: str
     sizes: Any
+    command: str = ""
+    """Repeats it."""
     commit: str = msgspec.field(default_factory=commit)
     machine: str = msgspec.field(default_factory=machine)
     load: float = msgspec.field(default_factory=lambda: os.getloadavg()[0])

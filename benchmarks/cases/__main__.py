@@ -1,6 +1,6 @@
 """Measure one case or several, and print each figure beside its goal.
 
-    python -m benchmarks.cases [NAME [SIZE=VALUE]...]... [--smallest] [--json FILE]
+    python -m benchmarks.cases [NAME [SIZE=VALUE]...]... [--smallest | --table] [--json FILE]
     python -m benchmarks.cases --list
 
 Without a name all cases run, each in a process of its own. Exit status 1 if a case failed, or if a single case missed
@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.report import ROOT, Figure, Report
+from benchmarks.results import write_table
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError, one_line
 
 HERE = Path(__file__).resolve().parent
@@ -36,7 +37,12 @@ class Result(msgspec.Struct):
     name: str
     status: int
     seconds: float
-    figures: list[Figure]
+    report: Report | None
+
+    @property
+    def figures(self) -> list[Figure]:
+        """The figures that it made."""
+        return self.report.figures if self.report else []
 
 
 def chosen_cases(words: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -67,15 +73,16 @@ def parse_sizes(module: Any, words: Sequence[str], smallest: bool) -> Any:
         raise UserError(f"{' '.join(words)}: {error}", WRONG_USE) from None
 
 
-def run_here(name: str, words: Sequence[str], smallest: bool, path: Path | None) -> int:
+def run_here(name: str, words: Sequence[str], smallest: bool, path: Path | None) -> Report:
     """Measure one case in this process."""
     module = importlib.import_module(f"benchmarks.cases.{name}")
-    report = Report(name, parse_sizes(module, words, smallest))
+    command = " ".join(["python -m benchmarks.cases", name, *words])
+    report = Report(name, parse_sizes(module, words, smallest), command)
     report.head()
     module.measure(report.sizes, report)
     if path is not None:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    return int(not all(figure.met for figure in report.figures))
+    return report
 
 
 def run_beside(name: str, words: Sequence[str], smallest: bool) -> Result:
@@ -88,8 +95,8 @@ def run_beside(name: str, words: Sequence[str], smallest: bool) -> Result:
         command = [sys.executable, "-u", "-m", "benchmarks.cases", name, *words, *options]
         status = subprocess.run(command, cwd=ROOT, check=False).returncode
         data = path.read_bytes() if path.exists() else b""
-    figures = msgspec.json.decode(data, type=Report).figures if data else []
-    return Result(name, 0 if data else status or 1, time.monotonic() - began, figures)
+    report = msgspec.json.decode(data, type=Report) if data else None
+    return Result(name, 0 if data else status or 1, time.monotonic() - began, report)
 
 
 def summary(results: Sequence[Result]) -> Iterator[str]:
@@ -117,7 +124,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("words", nargs="*", metavar="NAME|SIZE=VALUE", help="cases, each with its sizes")
     parser.add_argument("--list", action="store_true", help="name the cases")
-    parser.add_argument("--smallest", action="store_true", help="only show that the case runs")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--smallest", action="store_true", help="only show that the case runs")
+    how.add_argument("--table", action="store_true", help="write the goals' rows into the table of docs/results.md")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_intermixed_args(arguments)
     if options.list:
@@ -127,10 +136,19 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         chosen = chosen_cases(options.words) or [(name, []) for name in NAMES]
         if len(chosen) == 1:
-            return run_here(*chosen[0], options.smallest, options.json)
+            report = run_here(*chosen[0], options.smallest, options.json)
+            if options.table:
+                write_table([report])
+            return int(not all(figure.met for figure in report.figures))
     except UserError as error:
         parser.exit(error.exit_code, f"{one_line(str(error))}\n")
-    results = [run_beside(name, words, options.smallest) for name, words in chosen]
+    results: list[Result] = []
+    try:
+        for name, words in chosen:
+            results.append(run_beside(name, words, options.smallest))
+    finally:  # not after each: a changed checkout would be in the next one's commit
+        if options.table:
+            write_table(filter(None, (result.report for result in results)))
     print("\n".join(summary(results)))
     if options.json is not None:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")

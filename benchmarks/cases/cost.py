@@ -23,10 +23,8 @@ from benchmarks.report import Report
 from tests.support import rank_harness
 
 FOLDER = Path(turns.__file__).parent
-# 32,768 tokens an iteration; docs/measurements.md explains why
 MODEL = {"TINY_HIDDEN": "256", "TINY_LAYERS": "4", "TINY_SEQUENCE": "128", "TINY_SIZE": "4", "TINY_SAVE": "0"}
-MICRO_BATCHES = 64
-SHORT = 8  # an eighth of the micro-batches shows the fixed cost
+SHORT = 8  # micro-batches; so few show the fixed cost
 # Without it glibc gives memory back to the system and takes it again in each micro-batch.
 MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(10**9), "MALLOC_TRIM_THRESHOLD_": str(4 * 10**9)}
 SHARDED = {"TINY_DISTOPT": "1"}
@@ -43,11 +41,13 @@ class Sizes(msgspec.Struct, frozen=True):
     """Ranks of a plain module."""
     only: str = ""
     """Rows, with commas between; empty for all."""
+    micro_batches: int = 64
+    """Micro-batches of an iteration of Megatron's: 32,768 tokens, for which docs/measurements.md has the reason."""
     short: bool = False
-    """Measure iterations of an eighth of the tokens, too."""
+    """Measure iterations of fewer tokens, too."""
 
 
-SMALLEST = Sizes(2, 1, 2, "dp4,module-50ms")
+SMALLEST = Sizes(2, 1, 2, "dp4,module-50ms", SHORT)
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ def measure(sizes: Sizes, report: Report) -> None:
         if isinstance(row, Module):
             show(row.title, module_blocks(row, sizes), report, 1.01)
             continue
-        show(row.title, layout_blocks(row, sizes, MICRO_BATCHES, sizes.each), report, 1.01)
+        show(row.title, layout_blocks(row, sizes, sizes.micro_batches, sizes.each), report, 1.01)
         if sizes.short:
-            each = sizes.each * MICRO_BATCHES // SHORT
+            each = sizes.each * sizes.micro_batches // SHORT
             show(f"{row.title}, {SHORT} micro-batches", layout_blocks(row, sizes, SHORT, each), report, None)
 
 

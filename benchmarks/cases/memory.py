@@ -45,9 +45,11 @@ class Sizes(msgspec.Struct, frozen=True):
     """Pairs of blocks of iterations, with copies in another node and without."""
     deaths: int = 3
     """Times that all ranks are killed."""
+    micro_batches: int = 32
+    """Micro-batches of an iteration."""
 
 
-SMALLEST = Sizes(20, 2, 2, 1)
+SMALLEST = Sizes(20, 2, 2, 1, 2)
 ROUNDS, WARM_UP = 5, 2
 RANKS = 2
 EACH = 4  # iterations of a block with a ring: about two cuts
@@ -71,7 +73,6 @@ MODEL = {
     "TINY_LAYERS": "4",
     "TINY_SEQUENCE": "128",
     "TINY_SIZE": "4",
-    "TINY_MICRO_BATCHES": "32",
     "TINY_SAVE": "0",
     "TINY_ITERATIONS": "1000000",
 }
@@ -84,9 +85,9 @@ def measure(sizes: Sizes, report: Report) -> None:
         report.details["copies"] = copies(sizes.megabytes, report)
     os.environ.update(MEMORY)
     if sizes.pairs:
-        iterations_alone(sizes.pairs, report)
+        iterations_alone(sizes, report)
     if sizes.ring:
-        iterations_with_ring(sizes.ring, report)
+        iterations_with_ring(sizes, report)
     if sizes.deaths:
         deaths(sizes.deaths, report)
 
@@ -159,36 +160,38 @@ def clock(took: dict[str, list[float]], name: str, work: Callable[[], object]) -
 
 
 # ------------------------------------------------------------ iterations
-def iterations_alone(pairs: int, report: Report) -> None:
+def iterations_alone(sizes: Sizes, report: Report) -> None:
     """Compare iterations of two replicas with a copy and without."""
     with tempfile.TemporaryDirectory(dir=SHM) as shared, tempfile.TemporaryDirectory() as name:
-        settings = settings_of(Path(name, "times"), pairs, 1)
+        settings = settings_of(Path(name, "times"), sizes.micro_batches, sizes.pairs, 1)
         settings |= {"UNICRON_MEMORY": shared, "TINY_SCRIPT": str(SCRIPT)}
         Ranks(Path(name), RANKS, [], fork=True, **settings).drive()
         times = json.loads(Path(name, "times").read_text())
     compare(times, f"{RANKS} replicas", "iteration with copies to memory / without", report)
 
 
-def iterations_with_ring(pairs: int, report: Report) -> None:
+def iterations_with_ring(sizes: Sizes, report: Report) -> None:
     """Compare blocks of iterations of two halves of a replica, in two nodes under agents.
 
     In every other block each rank copies its half, and its agent sends it to the other node when the controller asks.
     """
     with tempfile.TemporaryDirectory(dir=SHM) as shared, tempfile.TemporaryDirectory() as name:
         out = Path(name, "times")
-        settings = settings_of(out, pairs, EACH) | {"TINY_LAYOUT": "2 1 1", "UNICRON_MEMORY_DIR": shared}
+        settings = settings_of(out, sizes.micro_batches, sizes.ring, EACH)
+        settings |= {"TINY_LAYOUT": "2 1 1", "UNICRON_MEMORY_DIR": shared}
         with World(Path(name), RANKS, command=[sys.executable, str(SCRIPT)], **settings) as job:
             job.wait(out.exists, "the ranks have trained", LIMIT)
         times = json.loads(out.read_text())
     count = times["copied"]
-    assert count >= 2 or pairs < 4, f"copies were given to another node {count} times only"
+    assert count >= 2 or sizes.ring < 4, f"copies were given to another node {count} times only"
     about = f"each half in two nodes, {count} times to the other node"
     compare(times, about, "iteration with copies to memory and ring / without", report)
 
 
-def settings_of(out: Path, pairs: int, each: int) -> dict[str, str]:
+def settings_of(out: Path, micro_batches: int, pairs: int, each: int) -> dict[str, str]:
     """Return the environment of `SCRIPT`."""
-    return MODEL | {"MEMORY_OUT": str(out), "MEMORY_BLOCKS": str(2 * pairs), "MEMORY_EACH": str(each)}
+    blocks = {"MEMORY_OUT": str(out), "MEMORY_BLOCKS": str(2 * pairs), "MEMORY_EACH": str(each)}
+    return MODEL | blocks | {"TINY_MICRO_BATCHES": str(micro_batches)}
 
 
 def compare(times: dict[str, Any], about: str, what: str, report: Report) -> None:

@@ -1,6 +1,7 @@
 """What thousands of agents cost a real unicrond on one core while all train, and when ranks fail.
 
-Simulated agents on another core speak to it over loopback: heartbeats and iterations once a second. Then single ranks
+Simulated agents on another core speak to it over loopback, or with `sockets=0` to the controller's core alone, whose
+clock shows its own CPU time whatever else the machine does: heartbeats and iterations once a second. Then single ranks
 die, all ranks of 5 % of the nodes, and all ranks. A Break's time runs from the first report of a death until the last
 agent that trains has it; a plan's from the last report of a stopped rank until the last member has it.
 """
@@ -14,15 +15,18 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from benchmarks.report import Report
-from benchmarks.scale.lines import Connection, Failed, Sockets
+from benchmarks.scale.alone import Alone
+from benchmarks.scale.lines import Failed, Sockets
 from benchmarks.scale.process import PinnedController, allow_descriptors, cores
-from benchmarks.scale.simulation import Counts, Simulation, names
+from benchmarks.scale.simulation import Counts, Lines, Simulation, names
+from tests.support.processes import wait_for
+from unicron_ctl.shared.system.errors import UserError
 
 FORM_SECONDS = 120.0  # limits of the waits
 BREAK_SECONDS, PLAN_SECONDS, START_SECONDS, REJOIN_SECONDS, SETTLE_SECONDS = 20.0, 30.0, 30.0, 60.0, 60.0
@@ -40,13 +44,30 @@ class Sizes(msgspec.Struct, frozen=True):
     """Time of undisturbed training."""
     failures: int = 3
     """Single ranks that die, one after the other; the median counts."""
+    sockets: bool = True
+    """Speak to a unicrond over sockets; else to its core in this process."""
 
 
 SMALLEST = Sizes(40, 2, 2.0, 1)
 
 
 def measure(sizes: Sizes, report: Report) -> None:
-    """Start a controller, and measure it with agents."""
+    """Start a controller, and measure it with agents. Raises UserError if it does not do its part."""
+    try:
+        (over_sockets if sizes.sockets else core_alone)(sizes, report)
+    except Failed as error:
+        raise UserError(f"{sizes.agents} agents were too many: {error}") from None
+
+
+def core_alone(sizes: Sizes, report: Report) -> None:
+    """Measure the controller's core in this process."""
+    with tempfile.TemporaryDirectory(prefix="unicron-scale-") as folder:
+        lines = Alone(Path(folder))
+        with_agents(sizes, lines, lambda: lines.used, report)
+
+
+def over_sockets(sizes: Sizes, report: Report) -> None:
+    """Measure a unicrond on a core of its own."""
     allow_descriptors(sizes.agents)
     controller_core, own_core = cores()
     os.sched_setaffinity(0, {own_core})
@@ -54,7 +75,9 @@ def measure(sizes: Sizes, report: Report) -> None:
         controller = PinnedController(Path(folder), controller_core)
         try:
             idle_connections(sizes.agents, controller, report)
-            with_agents(sizes, controller, report)
+            lines = Sockets(controller.endpoint, names(sizes.agents))
+            with_agents(sizes, lines, controller.cpu_seconds, report)
+            report.figure("memory, at most", controller.peak_mib(), "MiB", 1024.0)
             controller.close()
         finally:
             controller.kill()
@@ -68,27 +91,25 @@ def idle_connections(agents: int, controller: PinnedController, report: Report) 
         time.sleep(IDLE_SECONDS)
         return (controller.cpu_seconds() - used) / (time.monotonic() - began)
 
-    without = share()
-    with contextlib.ExitStack() as stack:
-        for index in range(agents):
-            stack.enter_context(contextlib.closing(Connection(*controller.endpoint, f"idle-{index}".encode())))
+    without, open_before = share(), controller.descriptors()
+    with contextlib.closing(Sockets(controller.endpoint, names(agents))):
         time.sleep(0.5)
         report.figure("share of the core that idle connections take", max(0.0, share() - without), "", 0.005)
-    time.sleep(0.5)
+    wait_for(lambda: controller.descriptors() <= open_before, "the controller has closed them", SETTLE_SECONDS)
 
 
-def with_agents(sizes: Sizes, controller: PinnedController, report: Report) -> None:
-    """Form a job, let it train, and let its ranks die."""
+def with_agents(sizes: Sizes, lines: Lines, cpu_seconds: Callable[[], float], report: Report) -> None:
+    """Form a job, let it train, and let its ranks die; `cpu_seconds` has the controller's CPU time."""
     gc.collect()
     gc.disable()  # its pauses in this process are no latency of the controller
-    simulation = Simulation(Sockets(controller.endpoint, names(sizes.agents)), sizes.agents, sizes.ranks)
+    simulation = Simulation(lines, sizes.agents, sizes.ranks)
     try:
-        began = time.monotonic()
+        began = lines.now()
         simulation.start()
         simulation.until(simulation.complete, FORM_SECONDS, "all ranks train for the first time")
-        report.figure("all ranks train for the first time", time.monotonic() - began, "s")
+        report.figure("all ranks train for the first time", lines.now() - began, "s")
         calm(simulation)
-        undisturbed(simulation, controller, sizes.seconds, report)
+        undisturbed(simulation, cpu_seconds, sizes, report)
         alone = single_slots(sizes)
         recoveries = [recover(simulation, {slot // sizes.ranks: [slot]}) for slot in alone]
         print_recovery("a rank dies", [statistics.median(each) for each in zip(*recoveries, strict=True)], report)
@@ -97,7 +118,6 @@ def with_agents(sizes: Sizes, controller: PinnedController, report: Report) -> N
         print_recovery("5 % of the nodes die", recover(simulation, victims), report, plan_goal=500.0, break_goal=500.0)
         all_at_once(simulation, alone, report)
         report.figure("leases lost", len(simulation.lost), "", 0)
-        report.figure("memory, at most", controller.peak_mib(), "MiB", 1024.0)
     finally:
         gc.enable()
         simulation.close()
@@ -109,14 +129,15 @@ def calm(simulation: Simulation) -> None:
     simulation.run(CALM_SECONDS)
 
 
-def undisturbed(simulation: Simulation, controller: PinnedController, seconds: float, report: Report) -> None:
+def undisturbed(simulation: Simulation, cpu_seconds: Callable[[], float], sizes: Sizes, report: Report) -> None:
     """Measure heartbeats, iterations and questions while nothing else happens."""
     simulation.counts, simulation.probing = Counts(), True
-    used, own, began = controller.cpu_seconds(), own_cpu_seconds(), time.monotonic()
-    simulation.run(seconds)
-    passed, counts = time.monotonic() - began, simulation.counts
-    report.figure("share of the core while all train", (controller.cpu_seconds() - used) / passed, "", 0.5)
-    report.figure("the simulator's share of its own core", (own_cpu_seconds() - own) / passed)
+    used, own, began = cpu_seconds(), own_cpu_seconds(), simulation.lines.now()
+    simulation.run(sizes.seconds)
+    passed, counts = simulation.lines.now() - began, simulation.counts
+    report.figure("share of the core while all train", (cpu_seconds() - used) / passed, "", 0.5)
+    if sizes.sockets:
+        report.figure("the simulator's share of its own core", (own_cpu_seconds() - own) / passed)
     report.figure("a heartbeat is late, at most", 1e3 * counts.late, "ms")
     report.figure("heartbeats", counts.heartbeats / passed, "1/s")
     report.figure("reports of steps", counts.steps / passed, "1/s")

@@ -12,7 +12,13 @@ FLOPS = 1e18  # of one iteration
 LIVED = 3600.0  # seconds that a rank has lived before it dies: its start was not the cause
 PHASE_SHARES = (0.02, 0.25, 0.5, 0.2, 0.02, 0.01)  # of an iteration, in the order of structs.PHASES
 COMPUTED_SHARE = 0.5  # of an iteration, after which a rank's micro-batch is in its gradient
+ADDRESS_ROOM = 250  # addresses 127.1.X.Y, X and Y from 1 on
 METRICS = {"cpu_busy": 0.4, "memory_used": 0.5, "nic_receive": 1e8, "nic_transmit": 1e8, "file_latency": 0.01}
+
+
+def address_of(index: int) -> str:
+    """Return the address of node `index`, one of this machine's own."""
+    return f"127.1.{1 + index // ADDRESS_ROOM}.{1 + index % ADDRESS_ROOM}"
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,13 @@ import struct
 import time
 from collections.abc import Iterator
 
+from benchmarks.scale.agents import address_of
 from unicron_ctl.shared.protocol.zmtp import ProtocolError, Session
 
 SO_TIMESTAMPNS = 35  # socket(7); missing in Python's socket module
 ANCILLARY_BYTES = socket.CMSG_SPACE(16)
 READ_BYTES, MESSAGE_BYTES = 1 << 18, 1 << 28
+CONNECTED_AT_ONCE, HANDSHAKE_SECONDS = 256, 30.0
 _stamp = struct.Struct("qq")
 
 
@@ -27,14 +29,14 @@ class Failed(Exception):
 
 
 class Connection:
-    """One connection to the ROUTER at `host`:`port`. Raises OSError."""
+    """One connection to the ROUTER at `host`:`port`, from this machine's address `source`. Raises OSError."""
 
     __slots__ = ("_held", "_session", "_socket", "_unsent", "arrived")
 
-    def __init__(self, host: str, port: int, identity: bytes, timeout: float = 30.0) -> None:
+    def __init__(self, host: str, port: int, identity: bytes, source: str, timeout: float = 30.0) -> None:
         self._session = Session(None, MESSAGE_BYTES)
         greeting = bytes(self._session.reply)
-        self._socket = socket.create_connection((host, port), timeout)
+        self._socket = socket.create_connection((host, port), timeout, (source, 0))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         self._socket.sendall(greeting + self._session.pack(_ready(identity), command=True))
@@ -122,7 +124,10 @@ def _ready(identity: bytes) -> bytes:
 
 
 class Sockets:
-    """A connection to the controller at `endpoint` (host, port) for each of `names`, in real time. Raises OSError."""
+    """A connection to the controller at `endpoint` (host, port) for each of `names`, in real time. Raises OSError.
+
+    Each comes from an address of its own, as a node's does: one address may have half of a controller's connections.
+    """
 
     def __init__(self, endpoint: tuple[str, int], names: list[str]) -> None:
         self._endpoint = endpoint
@@ -130,13 +135,25 @@ class Sockets:
         self._by_descriptor: dict[int, int] = {}
         self._poller = select.epoll()
         self._unsent: set[int] = set()
-        for index, name in enumerate(names):
-            self.connect(index, name)
+        for index, name in enumerate(names, 1):
+            self.connect(index - 1, name)
+            if index % CONNECTED_AT_ONCE == 0 or index == len(names):
+                self._await_accepted()
+
+    def _await_accepted(self) -> None:
+        """Wait until all handshakes are over: the kernel keeps only so many connections for a busy controller."""
+        deadline = time.monotonic() + HANDSHAKE_SECONDS
+        while waiting := [one for one in self._connections.values() if not one.accepted]:
+            if time.monotonic() > deadline:
+                raise Failed(f"{len(waiting)} connections were not accepted within {HANDSHAKE_SECONDS:g} s")
+            time.sleep(0.001)
+            for connection in waiting:
+                connection.receive()
 
     def connect(self, index: int, name: str) -> None:
         """Open a connection in place of the line's old one."""
         self.drop(index)
-        connection = self._connections[index] = Connection(*self._endpoint, name.encode())
+        connection = self._connections[index] = Connection(*self._endpoint, name.encode(), address_of(index))
         self._by_descriptor[connection.fileno()] = index
         self._poller.register(connection.fileno(), select.EPOLLIN)
 

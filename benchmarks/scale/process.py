@@ -53,6 +53,10 @@ class PinnedController(Controller):
         times = psutil.Process(self.process.pid).cpu_times()
         return float(times.user + times.system)
 
+    def descriptors(self) -> int:
+        """Return how many descriptors it has open."""
+        return psutil.Process(self.process.pid).num_fds()
+
     def peak_mib(self) -> float:
         """Return the most memory that it has held, in MiB."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()

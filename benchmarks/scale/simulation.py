@@ -254,7 +254,7 @@ class Simulation:
         if now >= self._next_look:
             self._next_look = now + ASK_PERIOD
             self._asked.append(now)
-            self._send(self._question, wire.encode(wire.Ask(what="jobs")))
+            self._send(self._question, wire.encode(wire.Ask(what="status", args={"brief": True})))
         return self._state == "running"
 
     def fail(self, victims: dict[int, list[int]]) -> float:
@@ -315,8 +315,8 @@ class Simulation:
         for data in messages:
             asked = self._asked.popleft()
             answer = wire.decode(data, wire.Answer)
-            if isinstance(answer.data, list):  # the jobs; a ping's answer is no list
-                whole = [job["state"] for job in answer.data if len(job["members"]) == self.total]
+            if "jobs" in answer.data:  # else it is a ping's
+                whole = [job["state"] for job in answer.data["jobs"] if len(job["members"]) == self.total]
                 self._state = whole[0] if whole else ""
             else:
                 self.counts.round_trips.append(at - asked)

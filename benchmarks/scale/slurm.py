@@ -13,15 +13,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from benchmarks.scale.agents import JOB
+from benchmarks.scale.agents import JOB, address_of
 from tests.support.world import FakeSlurm
-
-ADDRESS_ROOM = 250  # addresses 127.1.X.Y, X and Y from 1 on
-
-
-def address_of(index: int) -> str:
-    """Return the address of node `index`, one of this machine's own."""
-    return f"127.1.{1 + index // ADDRESS_ROOM}.{1 + index % ADDRESS_ROOM}"
 
 
 def names(count: int) -> list[str]:

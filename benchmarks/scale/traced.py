@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from benchmarks.scale.agents import JOB, Agent
+from benchmarks.scale.agents import JOB, Agent, address_of
 from benchmarks.scale.lines import Sockets
 from benchmarks.scale.simulation import ITERATION_SECONDS, REGISTER_RATE, Simulation
 from benchmarks.scale.simulation import names as lines
-from benchmarks.scale.slurm import address_of, names
+from benchmarks.scale.slurm import names
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.reach import Reach
 from unicron_detector.chaos import blackhole

@@ -1,4 +1,4 @@
-"""The cases of benchmarks that need real agents and ranks run at their smallest size: none has rotted."""
+"""Each case of benchmarks runs at its smallest size: none has rotted."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks.cases.__main__ import NAMES
 from benchmarks.report import Report
 from tests.support.processes import call
 
-pytestmark = [pytest.mark.process, pytest.mark.wide]
-NAMES = ("cost", "detection", "exactness", "memory", "recovery", "scale", "spares", "trace", "warm")
+LIMIT = 1200.0
+pytestmark = [pytest.mark.process, pytest.mark.timeout(LIMIT + 60)]
+SHORT = {"checkpoint_interval", "checkpoints", "detector", "log_growth", "planner", "scale", "scrape"}
+"""Those that take some seconds; the others are for `make test-wide`."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.wide) for name in NAMES]
+)
 def test_the_smallest_size_runs_to_its_end(name: str, tmp_path: Path) -> None:
     """Goals may be missed at this size; figures there are only at the end."""
     file = tmp_path / "figures.json"
-    done = call(sys.executable, "-m", "benchmarks.cases", name, "--smallest", "--json", str(file), limit=1200)
-    assert file.exists(), done.stderr[-3000:]
+    done = call(sys.executable, "-m", "benchmarks.cases", name, "--smallest", "--json", str(file), limit=LIMIT)
+    assert file.exists(), f"{done.stdout}\n{done.stderr[-3000:]}"
     assert msgspec.json.decode(file.read_bytes(), type=Report).figures

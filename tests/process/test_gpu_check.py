@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu.__main__ import checks
 from tests.support.processes import call
 
+HEALED = ("aborted-gloo", "heal-gloo", "layouts-gloo", "health")
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1500)]
 
 
@@ -27,7 +29,7 @@ def dry_run(out: Path, *names: str) -> list[dict[str, Any]]:
 
 @pytest.mark.wide  # a minute and a half on two idle cores
 def test_ranks_fail_at_every_point_and_are_healed(tmp_path):
-    rows = dry_run(tmp_path / "out", "aborted-gloo", "heal-gloo", "layouts-gloo", "health")
+    rows = dry_run(tmp_path / "out", *HEALED)
     healed = [row for row in rows if row.get("to_break")]
     assert len(healed) >= 15, (
         "kills in compute, reduce, commit, step and copy; a hang; an exception; broken connections; layouts; experts"
@@ -37,7 +39,7 @@ def test_ranks_fail_at_every_point_and_are_healed(tmp_path):
 
 @pytest.mark.wide  # two minutes
 def test_all_else_that_is_seen_on_a_card(tmp_path):
-    dry_run(tmp_path / "out", "alone", "agents-gloo", "templates-gloo", "errors", "snapshots", "cost")
+    dry_run(tmp_path / "out", *(check.name for check in checks("cpu", None) if check.name not in HEALED))
 
 
 @pytest.mark.wide

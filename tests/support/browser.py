@@ -39,6 +39,8 @@ class Browser:
     """
 
     def __init__(self) -> None:
+        if shutil.which(COMMAND) is None:
+            raise FileNotFoundError(f"no {COMMAND}: `make system-wide` installs it")
         self._profile = tempfile.mkdtemp(prefix="unicron-chromium-")
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()

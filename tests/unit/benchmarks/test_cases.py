@@ -60,6 +60,7 @@ def test_a_case_prints_its_figures_and_writes_them(value, status, monkeypatch, t
 
 def test_the_table_at_the_end_has_goals_missed_goals_and_failures():
     figures = [Figure("a", 1.0, "s", most=2.0), Figure("b", 3.0, "s", most=2.0), Figure("c", 1.0)]
-    lines = list(command.summary([command.Result("warm", 0, 5.0, figures), command.Result("page", 1, 2.0, [])]))
+    warm = command.Result("warm", 0, 5.0, Report("warm", None, figures=figures))
+    lines = list(command.summary([warm, command.Result("page", 1, 2.0, None)]))
     assert sum(line.endswith("MISSED") for line in lines) == 1
     assert lines[3:] == ["warm        2 goals, 1 missed, 5 s", "page        failed with 1, 2 s"]

@@ -7,10 +7,13 @@ import time
 import pytest
 import zmq
 
+from benchmarks.cases import scale
 from benchmarks.cases.log_growth import DAY, failures
+from benchmarks.report import Report
 from benchmarks.scale.agents import Agent, Layout
 from benchmarks.scale.lines import Connection, Failed
 from unicron_ctl.shared.protocol import shared_plans, wire
+from unicron_ctl.shared.system.errors import UserError
 
 LIMIT = 5.0
 
@@ -25,7 +28,7 @@ def router():
 
 
 def connect(router: zmq.Socket) -> Connection:
-    return Connection("127.0.0.1", router.bind_to_random_port("tcp://127.0.0.1"), b"agent-1", LIMIT)
+    return Connection("127.0.0.1", router.bind_to_random_port("tcp://127.0.0.1"), b"agent-1", "127.1.1.1", LIMIT)
 
 
 def receive(connection: Connection) -> list[bytes]:
@@ -121,3 +124,15 @@ def test_a_month_of_failures_is_in_order_and_repeatable():
     assert [f.at for f in drawn] == sorted(f.at for f in drawn) and drawn[-1].at < 30 * DAY
     assert all(f.slot // 8 == f.element for f in drawn)
     assert len(drawn) == pytest.approx(2048 * 30 * 24 / 1000, rel=0.1)
+
+
+def test_the_core_alone_is_measured_by_its_own_time_and_agents_that_are_too_many_end_it_with_a_line(monkeypatch):
+    sizes = scale.Sizes(12, 2, 1.0, 1, sockets=False)
+    report = Report("scale", sizes)
+    scale.measure(sizes, report)
+    figures = {figure.what: figure.value for figure in report.figures}
+    assert 0 < figures["share of the core while all train"] < 1 and figures["leases lost"] == 0
+    assert figures["a rank dies: Break at all agents"] > 0 and "memory, at most" not in figures
+    monkeypatch.setattr(scale, "FORM_SECONDS", 0.1)
+    with pytest.raises(UserError, match=r"12 agents were too many: .*all ranks train for the first time"):
+        scale.measure(sizes, report)

@@ -7,8 +7,9 @@ import re
 
 import pytest
 
+from benchmarks.scale.agents import address_of
 from benchmarks.scale.observed import compressed
-from benchmarks.scale.slurm import LiveSlurm, address_of
+from benchmarks.scale.slurm import LiveSlurm
 from benchmarks.scale.traced import LOOKS, Injected, schedule
 from benchmarks.scale.verdict import judge
 from unicron_ctl.shared.log import records
