@@ -60,7 +60,8 @@ class Bucket:
     def attach(self) -> None:
         """Make the backward pass add to this bucket."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
+            if parameter.grad is not view:
+                parameter.grad = view
 
     def detached_parameters(self) -> Iterator[int]:
         """Yield the numbers of the parameters whose gradients are not in this bucket."""
@@ -172,7 +173,7 @@ class PlainGradients(Accumulation):
         def note(gradient: torch.Tensor) -> None:
             self._task = modules.backward_pass()
 
-        if loss.requires_grad:  # otherwise torch raises an error
+        if loss.requires_grad and len(self._buckets) > 1:  # without a gradient torch raises an error
             loss.register_hook(note)
         early = last and self._passes > 0 and len(self._buckets) > 1
         self._missing = [set(map(id, bucket.parameters)) for bucket in self._buckets] if early else []
