@@ -36,6 +36,8 @@ class Limits(msgspec.Struct, frozen=True):
 
     next_step: float
     full_strength: float
+    look: float = LOOK
+    """Seconds between two reads of the notes."""
 
 
 class Outcome(msgspec.Struct):
@@ -82,9 +84,11 @@ class Due(NamedTuple):
 
 
 Result = TypeVar("Result", Outcome, Stream)
+Observe = Callable[[str, System], None]
+"""observe(moment, system) is called at the moments "before" the failure, "struck" and "stepped"."""
 
 
-def with_job(kind: type[System], folder: Path, watch: Callable[[System], Result]) -> Result:
+def with_job(kind: Callable[[Path], System], folder: Path, watch: Callable[[System], Result]) -> Result:
     """Return the result of `watch` on a job that has trained some iterations with all its ranks.
 
     If the job's end fails, `why` of the result says so. Raises AssertionError if the job does not train.
@@ -92,7 +96,7 @@ def with_job(kind: type[System], folder: Path, watch: Callable[[System], Result]
     system = kind(folder)
     try:
         system.start()
-        wait_for(lambda: _trains(system), lambda: f"{kind.name} trains\n{system.logs()}", START_LIMIT)
+        wait_for(lambda: _trains(system), lambda: f"{system.name} trains\n{system.logs()}", START_LIMIT)
         found = watch(system)
     except BaseException as error:
         if ended := _end(system):
@@ -119,7 +123,7 @@ def describe(error: BaseException) -> str:
 
 def _trains(system: System) -> bool:
     system.read()
-    return len({note.iteration for note in notes.steps(system.notes) if note.world == NODES}) >= WARM
+    return len({note.iteration for note in notes.steps(system.notes) if note.world == system.nodes}) >= WARM
 
 
 def _watch(system: System, seconds: float, done: Callable[[], bool] = lambda: False, look: float = LOOK) -> bool:
@@ -145,17 +149,22 @@ def _in_an_iteration(system: System) -> None:
         time.sleep(CLOSE / 4)
 
 
-def fail(kind: type[System], failure: str, folder: Path, limits: Limits) -> Outcome:
+def fail(
+    kind: Callable[[Path], System], failure: str, folder: Path, limits: Limits, observe: Observe = lambda _, __: None
+) -> Outcome:
     """Strike a new job once. Raises AssertionError if it does not train before, or Missed."""
-    return with_job(kind, folder, lambda system: _one_failure(system, failure, limits))
+    return with_job(kind, folder, lambda system: _one_failure(system, failure, limits, observe))
 
 
-def _one_failure(system: System, failure: str, limits: Limits) -> Outcome:
+def _one_failure(system: System, failure: str, limits: Limits, observe: Observe) -> Outcome:
+    observe("before", system)
     _in_an_iteration(system)
     struck = time.time()
-    repair = FAILURES[failure](system, NODE)
-    recovered = _recover(system, struck, repair, limits)
-    figures = notes.figures(system.notes, struck, NODES, MICRO_BATCHES)
+    repair = FAILURES[failure](system, min(NODE, system.nodes - 1))
+    observe("struck", system)
+    recovered = _recover(system, struck, repair, limits, observe)
+    micro_batches = int(system.variables.get("LEADERBOARD_MICRO_BATCHES", MICRO_BATCHES))
+    figures = notes.figures(system.notes, struck, system.nodes, micro_batches)
     losses = notes.losses(system.notes)
     if recovered:
         return Outcome(True, figures, losses)
@@ -164,7 +173,7 @@ def _one_failure(system: System, failure: str, limits: Limits) -> Outcome:
     return Outcome(False, Figures(None, None, None, *kept), losses, f"{why} within {limits.next_step:g} s")
 
 
-def _recover(system: System, struck: float, repair: Repair | None, limits: Limits) -> bool:
+def _recover(system: System, struck: float, repair: Repair | None, limits: Limits, observe: Observe) -> bool:
     """Watch the job to the end. Return whether it trains then."""
     if repair is not None:
         _watch(system, struck + repair.after - time.time())
@@ -172,14 +181,15 @@ def _recover(system: System, struck: float, repair: Repair | None, limits: Limit
     since = time.monotonic()
 
     def whole() -> bool:
-        steps = [note for note in notes.steps_after(system.notes, struck) if note.world == NODES]
+        steps = [note for note in notes.steps_after(system.notes, struck) if note.world == system.nodes]
         return len({note.iteration for note in steps}) > MORE and time.monotonic() > since + SETTLED
 
     def stepped() -> bool:
         return bool(notes.steps_after(system.notes, struck))
 
-    if not _watch(system, limits.next_step - (time.time() - struck), stepped):
+    if not _watch(system, limits.next_step - (time.time() - struck), stepped, limits.look):
         return False
+    observe("stepped", system)
     _watch(system, limits.full_strength - (time.time() - struck), whole)
     ended = time.time()
     return _watch(system, limits.next_step, lambda: any(note.time > ended for note in notes.steps(system.notes)))

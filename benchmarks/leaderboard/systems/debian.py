@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.leaderboard.systems.base import NODES, Absent, Launched
+from benchmarks.leaderboard.systems.base import Absent, Launched
 from benchmarks.leaderboard.systems.launchers import FtLauncher, InProcess, Torchrun
 from tests.support.processes import ROOT
 
@@ -65,7 +65,6 @@ class DebianFtLauncher(InDebian, FtLauncher):
 
     name = "nvrx-0.7-launcher"
     package = "nvidia-resiliency-ext"
-    nodes = f"{NODES}:{NODES + 1}"
     standbys = 1
 
     def node(self, node: int) -> Sequence[str | Path]:
@@ -76,7 +75,7 @@ class DebianFtLauncher(InDebian, FtLauncher):
     def head(self) -> Sequence[str | Path]:
         """Return the command of NVRx's own control process, which hosts the store and closes each rendezvous."""
         rendezvous = [
-            f"--nnodes={self.nodes}",
+            self._sizes(),
             f"--rdzv-endpoint=127.0.0.1:{self.port}",
             "--rdzv-conf=last_call_timeout=1",
             "--rdzv-id=leaderboard",

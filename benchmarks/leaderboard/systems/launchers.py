@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.leaderboard.systems.base import NODES, RANKS, Launched
+from benchmarks.leaderboard.systems.base import RANKS, Launched
 
 RESTARTS = "1000"  # more than any job needs
 
@@ -18,7 +18,6 @@ class Torchrun(Launched):
     """
 
     name = "torchrun"
-    nodes = f"1:{NODES}"
 
     def node(self, node: int) -> Sequence[str | Path]:
         return [self.program("torchrun"), *self._options(), RANKS / "elastic.py"]
@@ -26,10 +25,13 @@ class Torchrun(Launched):
     def more(self, node: int) -> Mapping[str, str]:
         return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
+    def _sizes(self) -> str:
+        return f"--nnodes={self.nodes if self.standbys else 1}:{self.nodes + self.standbys}"
+
     def _options(self) -> list[str]:
         rendezvous = "is_host=0,last_call_timeout=1,join_timeout=600,keep_alive_interval=1,keep_alive_max_attempt=3"
         return [
-            f"--nnodes={self.nodes}",
+            self._sizes(),
             "--nproc-per-node=1",
             f"--max-restarts={RESTARTS}",
             "--monitor-interval=0.1",
@@ -78,7 +80,7 @@ class InProcess(Launched):
 
     def more(self, node: int) -> Mapping[str, str]:
         store = f"127.0.0.1:{self.port}"
-        world = {"RANK": str(node), "WORLD_SIZE": str(NODES), "LOCAL_RANK": "0", "LEADERBOARD_STORE": store}
+        world = {"RANK": str(node), "WORLD_SIZE": str(self.nodes), "LOCAL_RANK": "0", "LEADERBOARD_STORE": store}
         # As in its advanced_example.py: without it each access to the store logs that it waits.
         quiet = {"TORCH_CPP_LOG_LEVEL": "error"}
         return world | quiet | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
@@ -117,7 +119,7 @@ class Torchft(Launched):
             "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self.port}",
             "TORCHFT_QUORUM_RETRIES": "20",
             "REPLICA_GROUP_ID": str(node),
-            "NUM_REPLICA_GROUPS": str(NODES),
+            "NUM_REPLICA_GROUPS": str(self.nodes),
         }
 
 

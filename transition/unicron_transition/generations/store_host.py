@@ -4,6 +4,9 @@ unicron_transition.generations.store_host [forked]`.
 It prints `port N` and serves until its standard input closes, so that it never outlives the agent; `forked` from the
 agent's zygote, it dies with the agent anyway. It is not part of the agent because importing torch takes seconds.
 
+The import gives way to the ranks, which start at the same time and matter more. The service does not: while groups are
+built all ranks wait for it, and on a node whose cores are busy sixteen ranks would wait three times as long.
+
 A job that heals for months forms many generations, and no rank goes back to an older one. The keys of older generations
 are removed once no new ones are added: kept groups inside a replica may still make connections under theirs.
 """
@@ -18,6 +21,7 @@ import select
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from unicron_detector.processes.step_signals import ignore_step_signals
@@ -59,13 +63,22 @@ def forget(store: Any, old: OldKeys, now: float) -> None:
         store.delete_key(key)
 
 
-def main() -> None:
-    """Serve on a free port of all interfaces until standard input closes; if forked, until the agent dies."""
-    os.nice(10)  # the ranks start at the same time and matter more
-    ignore_step_signals()  # the agent ends this process
+def serve() -> Any:
+    """Return a store that serves on a free port of all interfaces. Its thread has the niceness of the caller's."""
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60))
+    return dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60))
+
+
+def main() -> None:
+    """Serve until standard input closes; if forked, until the agent dies."""
+    ignore_step_signals()  # the agent ends this process
+    with ThreadPoolExecutor(1) as usual:
+        usual.submit(int).result()  # its thread is there before this one gives way
+        os.nice(10)  # Linux: of this thread, and of those that it begins
+        import torch.distributed  # noqa: F401
+
+        store = usual.submit(serve).result()
     print(f"port {store.port}", flush=True)
     old = OldKeys()
     inputs = [] if sys.argv[1:] == ["forked"] else [sys.stdin.fileno()]

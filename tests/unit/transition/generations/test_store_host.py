@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -89,6 +91,35 @@ def test_a_nodes_store_does_so_and_ends_with_its_input():
     finally:
         host.kill()
         host.wait()
+
+
+def times_of_threads(pid: int) -> dict[int, tuple[int, int]]:
+    """Thread -> its processor's time in nanoseconds, and its niceness."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        ran = int((task / "schedstat").read_text().split()[0])
+        found[int(task.name)] = ran, int((task / "stat").read_text().rpartition(")")[2].split()[16])
+    return found
+
+
+def test_the_import_gives_way_to_the_ranks_and_the_service_does_not():
+    words = [sys.executable, "-m", "unicron_transition.generations.store_host"]
+    host = subprocess.Popen(
+        words, cwd=ROOT, env=outside_slurm(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert host.stdout is not None and host.stdin is not None
+        port = int(host.stdout.readline().split()[1])
+        client = dist.TCPStore("127.0.0.1", port, None, False, timeout=LIMIT)
+        before, usual = times_of_threads(host.pid), os.nice(0)
+        for number in range(2000):
+            client.set("key", str(number))
+        after = times_of_threads(host.pid)
+        served = max(before.keys() & after.keys(), key=lambda thread: after[thread][0] - before[thread][0])
+        assert (before[host.pid][1], after[served][1]) == (min(usual + 10, 19), usual)
+    finally:
+        host.kill()
+        host.communicate()
 
 
 def test_a_generation_has_time_to_be_entered():
