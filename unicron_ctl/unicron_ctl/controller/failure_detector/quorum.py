@@ -22,13 +22,11 @@ from unicron_ctl.shared.slurm.states import DOWN, OCCUPIES
 ON_THE_WAY = frozenset({"POWERING_UP", "POWERING_DOWN"})  # while a node boots, its silence says nothing
 BETWEEN = frozenset({Phase.FORMING, Phase.BREAKING, Phase.ENTERING})  # phases in which some are a generation behind
 
-Voter = tuple[int, str]  # an element, and its agent
-
 
 def missing_elements(view: View, job: JobState) -> list[int]:
     """Return the elements, of any generation that may still run, whose agents neither speak nor are shown dead."""
     found = set()
-    for element, name in _voters(job):
+    for element, name in job.voting.everybody:
         if _speaking(view, job, element, name) is None and not _is_dead(view, job, element, name):
             found.add(element)
     return sorted(found)
@@ -41,8 +39,8 @@ def no_majority_missing(view: View, job: JobState, missing: list[int] | None = N
         return True
     if not job.mode.agents_agree:
         return 2 * len(gone) <= len(job.inside)
-    votes = {who for who in _voters(job) if not _votes_here(view, job, *who)}
-    return all(2 * len(votes & group) <= len(group) for group in _groups(job))
+    votes = {who for who in job.voting.everybody if not _votes_here(view, job, *who)}
+    return all(2 * len(votes & group) <= len(group) for group in job.voting.groups)
 
 
 def majority_may_run(view: View, job: JobState, missing: list[int] | None = None) -> bool:
@@ -50,7 +48,7 @@ def majority_may_run(view: View, job: JobState, missing: list[int] | None = None
 
     A plain program cannot go on without all of its processes, and a job on a single node has no two halves.
     """
-    if not job.mode.agents_agree or all(len(group) < 2 for group in _groups(job)):
+    if not job.mode.agents_agree or all(len(group) < 2 for group in job.voting.groups):
         return False
     return not no_majority_missing(view, job, missing)
 
@@ -62,19 +60,6 @@ def waits_for_majority(view: View, job: JobView, progress: ProgressWatch) -> boo
     found = majority_may_run(view, job.state)
     progress.majority_until = look_again(view.now, len(job.state.members)) if found else 0.0
     return found
-
-
-def _groups(job: JobState) -> list[set[Voter]]:
-    """Return the voters of each generation that may still run."""
-    groups = [*job.former, job.agents_of(job.members)]
-    if job.offer is not None:
-        inside = set(job.offer.members)
-        groups.append(job.agents_of({s: who for s, who in {**job.members, **job.joining}.items() if s in inside}))
-    return [set(group.items()) for group in groups]
-
-
-def _voters(job: JobState) -> set[Voter]:
-    return set().union(*_groups(job), job.agents_of(job.joining).items())
 
 
 def _speaking(view: View, job: JobState, element: int, name: str) -> AgentView | None:
@@ -105,7 +90,7 @@ def check_free_votes(view: View, job: JobView, progress: ProgressWatch) -> Outco
     progress.votes_check_at = look_again(view.now, len(state.members))
     if no_majority_missing(view, state):
         return out
-    for element, name in sorted(_voters(state)):
+    for element, name in sorted(state.voting.everybody):
         agent = _speaking(view, state, element, name)
         if agent is None or any(_goes_on(state, slot) for slot in agent.slots):
             continue
@@ -125,7 +110,7 @@ def last_vote(job: JobState, agent: AgentView) -> int:
 def plan_may_have_begun(view: View, job: JobState, plan: Plan, ping: int = 0) -> bool:
     """Whether all members of a plan that agents agreed on may be in it: none of them speaks without being in it, and
     not all are shown dead. ping: the number of the Ping that a member must have answered."""
-    names, alive = dict(who for group in _groups(job) for who in group), False
+    names, alive = dict(who for group in job.voting.groups for who in group), False
     for element in dict.fromkeys(map(job.element, plan.members)):
         agent = view.job(job).agents.get(element)
         name = names.get(element, agent.agent if agent is not None else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
@@ -186,8 +187,30 @@ def owner(uid: int | None, user: str) -> str:
     return f"uid {uid}" if uid is not None else user
 
 
+Voter = tuple[int, str]
+"""An element, and its agent."""
+
+
+class Voting(NamedTuple):
+    """Who has a vote on how a job goes on."""
+
+    groups: tuple[frozenset[Voter], ...] = ()
+    """The voters of each generation that may still run."""
+    everybody: frozenset[Voter] = frozenset()
+    """All of them, and the newcomers of an offer."""
+
+
+class _Derived:
+    """What follows from a job's members. It is kept until these are replaced, and is no part of the record: a saved
+    state does not hold it."""
+
+    _inside: tuple[Mapping[int, Identity], frozenset[int]] = ({}, frozenset())
+    _group: tuple[Mapping[int, Identity], dict[int, str]] = ({}, {})
+    _voting: tuple[tuple[object, ...], Voting] = ((), Voting())
+
+
 @dataclass
-class JobState:
+class JobState(_Derived):
     """One job."""
 
     job: str
@@ -309,10 +332,6 @@ class JobState:
     """Until when ranks that end for that may save their state."""
     measured_before: dict[str, dict[int, float]] = field(default_factory=dict)
     """`measured` in earlier layouts."""
-    counted: tuple[dict[int, Identity], frozenset[int]] = field(
-        default_factory=lambda: ({}, frozenset()), repr=False, compare=False
-    )
-    """The members for which `inside` was computed, and the result: the dict of members is replaced, never changed."""
 
     def begin_phase(self, phase: Phase, now: float) -> None:
         """Begins a phase; only the fold calls this. A Break with more losses does not begin its phase anew."""
@@ -422,7 +441,29 @@ class JobState:
 
     def agents_of(self, members: Mapping[int, Identity]) -> dict[int, str]:
         """The agents of these members, by element."""
-        return {self.element(slot): who.agent for slot, who in members.items()}
+        if members is self._group[0]:
+            return self._group[1]
+        per_node = self.per_node
+        found = {slot // per_node: who.agent for slot, who in members.items()}
+        if members is self.members:
+            self._group = members, found
+        return found
+
+    @property
+    def voting(self) -> Voting:
+        """The voters; computed once per membership."""
+        key = self.former, self.members, self.joining, self.offer
+        if len(self._voting[0]) == len(key) and all(map(operator.is_, key, self._voting[0])):
+            return self._voting[1]
+        groups = [*self.former, self.agents_of(self.members)]
+        if self.offer is not None:
+            inside = set(self.offer.members)
+            offered = {slot: who for slot, who in {**self.members, **self.joining}.items() if slot in inside}
+            groups.append(self.agents_of(offered))
+        voters = tuple(frozenset(group.items()) for group in groups)
+        found = Voting(voters, frozenset().union(*voters, self.agents_of(self.joining).items()))
+        self._voting = key, found
+        return found
 
     def elements(self, slots: Iterable[int]) -> list[int]:
         per_node = self.per_node
@@ -431,9 +472,9 @@ class JobState:
     @property
     def inside(self) -> frozenset[int]:
         """Elements with a member; computed once per membership."""
-        if self.counted[0] is not self.members:
-            self.counted = self.members, frozenset(self.elements(self.members))
-        return self.counted[1]
+        if self._inside[0] is not self.members:
+            self._inside = self.members, frozenset(self.elements(self.members))
+        return self._inside[1]
 
     def node(self, slot: int) -> str:
         record = self.agents.get(self.element(slot))
