@@ -159,36 +159,34 @@ class FakeAgent:
 
     def status(self, leaving: str = "") -> None:
         if not self.silent:
-            self.number += 1
-            self.world.to_core(
-                self,
-                self.heartbeats.form(
-                    wire.Status(
-                        job=self.job,
-                        element=self.element,
-                        agent=self.agent,
-                        sent=self.world.now,
-                        number=self.number,
-                        store=f"127.0.0.1:{9000 + self.element}",
-                        leaving=leaving,
-                        noticed=self.noticed,
-                        pinged=self.pinged,
-                        agreed=self.agreed,
-                        over=self.over,
-                        cut=self.keeps,
-                        images=self.images,
-                        saved=self.user,
-                        moved=self.moved,
-                        failing=self.failing,
-                        refusing=self.refusing,
-                        fenced=self.fenced,
-                        ranks={slot: copy.copy(rank) for slot, rank in self.ranks.items()},
-                        tables=self.held_steps,
-                    ),
-                    self.world.now,
-                ),
-            )
+            self.world.to_core(self, self.heartbeats.form(self.whole(leaving), self.world.now))
             self.held_steps = []
+
+    def whole(self, leaving: str = "") -> wire.Status:
+        """All that it has to say now."""
+        self.number += 1
+        return wire.Status(
+            job=self.job,
+            element=self.element,
+            agent=self.agent,
+            sent=self.world.now,
+            number=self.number,
+            store=f"127.0.0.1:{9000 + self.element}",
+            leaving=leaving,
+            noticed=self.noticed,
+            pinged=self.pinged,
+            agreed=self.agreed,
+            over=self.over,
+            cut=self.keeps,
+            images=self.images,
+            saved=self.user,
+            moved=self.moved,
+            failing=self.failing,
+            refusing=self.refusing,
+            fenced=self.fenced,
+            ranks={slot: copy.copy(rank) for slot, rank in self.ranks.items()},
+            tables=self.held_steps,
+        )
 
     def set(self, slot: int, **changes) -> None:
         """Change a rank's status and report it."""

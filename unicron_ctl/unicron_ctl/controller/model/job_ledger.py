@@ -102,8 +102,8 @@ class OpenIteration:
             else:
                 counts[index] = 1
 
-    def _computed(self, index: int) -> int:
-        """How often ranks computed the micro-batch."""
+    def _times(self, index: int) -> int:
+        """The number of times that ranks computed the micro-batch."""
         return self.summed.get(index, 0) + self.besides.get(index, 0)
 
     def account(self, iteration: int, unsure: bool, again: bool = False) -> Account:
@@ -118,9 +118,9 @@ class OpenIteration:
             for index in sorted(self.summed_again - strangers)
         ]
         problems += [
-            f"micro-batch {index} was computed {self._computed(index)} times by ranks that lived on"
+            f"micro-batch {index} was computed {self._times(index)} times by ranks that lived on"
             for index in sorted((self.summed_again | self.besides.keys()) - strangers)
-            if self._computed(index) > 1 and not again
+            if self._times(index) > 1 and not again
         ]
         problems += [f"micro-batch {index} does not exist" for index in sorted(strangers)]
         if missing and not unsure:

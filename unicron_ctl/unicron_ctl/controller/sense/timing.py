@@ -70,7 +70,7 @@ class PhaseTimes:
         """Take in phases of agents' ranks. Returns the ranks' slots and phases, without those that make no sense."""
         slots = [slot for step in steps for slot in step.slots]
         values = np.frombuffer(b"".join([step.phases for step in steps]), dtype="<f8").reshape(-1, len(COLUMNS))
-        shares = [len(batches) for step in steps for batches in _computed(step)]
+        shares = [len(batches) for step in steps for batches in _micro_batches(step)]
         iterations = np.repeat([step.iteration for step in steps], [len(step.slots) for step in steps])
         with np.errstate(over="ignore", invalid="ignore"):  # any bytes may have come
             good = (values >= 0.0).all(axis=1) & (values.sum(axis=1) < 1e9)
@@ -149,7 +149,7 @@ class PhaseTimes:
         return self.chosen
 
 
-def _computed(step: structs.StepTable) -> Sequence[list[int]]:
+def _micro_batches(step: structs.StepTable) -> Sequence[list[int]]:
     """Return the micro-batches that each rank computed."""
     if not step.computed:
         return step.micro_batches

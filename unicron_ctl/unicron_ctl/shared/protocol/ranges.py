@@ -6,7 +6,7 @@ a sum infinite. NaN and the infinities fit no range; only a loss may be one, bec
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
@@ -84,7 +84,8 @@ Reason = Annotated[str, Meta(max_length=REASON)]
 Credential = Annotated[str, Meta(max_length=CREDENTIAL)]
 Mode = Annotated[str, Meta(pattern=r"^(session|restart)\Z")]
 if TYPE_CHECKING:  # decoding looks up a literal, in a fraction of the time of a pattern
-    RankState = RankPhase = str
+    RankState: TypeAlias = str
+    RankPhase: TypeAlias = str
 else:
     RankState = Literal[
         "starting", "waiting", "entering", "running", "stopped", "standby", "left", "finished", "exited"

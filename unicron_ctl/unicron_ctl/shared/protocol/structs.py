@@ -208,7 +208,7 @@ class StepReport(msgspec.Struct, omit_defaults=True):
 
 
 StepReports = Annotated[list[StepReport], Meta(max_length=ranges.MOST_STEP_REPORTS)]
-UNMEASURED = -1.0  # seconds of a phase
+NO_TIME = -1.0  # seconds of a phase that is not measured
 
 
 class StepTable(msgspec.Struct, omit_defaults=True):
@@ -266,7 +266,7 @@ def step_table(
     """Return the table of these ranks' steps."""
     ranks = sorted(ranks, key=lambda rank: rank.slot)
     losses = [rank.loss for rank in ranks]
-    unmeasured = [UNMEASURED] * len(PHASES)
+    unmeasured = [NO_TIME] * len(PHASES)
     phases = [time for r in ranks for time in (r.phases if len(r.phases) == len(PHASES) else unmeasured)]
     return StepTable(
         generation,

@@ -85,11 +85,11 @@ def test_without_a_disturbance_all_members_reports_prove_a_gap_only_when_they_go
 
 def test_who_has_to_report_is_found_anew_when_the_members_change():
     entry = OpenIteration(4)
-    entry.add(RankStep(0, [0], 1.0, 2.0), 1)
-    entry.add(RankStep(1, [1], 1.0, 2.0), 1)
+    entry.add(step(0, 0, [0]))
+    entry.add(step(1, 0, [1]))
     two, others = {0, 1}, {0, 2}
     assert entry.all_in(two) and entry.all_in(two) and not entry.all_in(others)
-    entry.add(RankStep(2, [2], 1.0, 2.0), 1)
+    entry.add(step(2, 0, [2]))
     assert entry.all_in(others)
 
 
@@ -207,7 +207,7 @@ def test_an_iteration_that_calls_itself_huge_costs_what_was_reported():
     assert steps and all(len(records.encode(step)) < 1000 for step in steps)
     assert all(len(step.unreported) == 100 for step in steps)
     still_open = world.core.runtimes["1"].ledger.open.values()
-    assert still_open and all(len(one.summed) == 1 and not one.computed for one in still_open)
+    assert still_open and all(len(one.summed) == len(one.besides) == 1 for one in still_open)
 
 
 @pytest.mark.parametrize("period, held", [(0.1, 0.3), (1.0, 0.2)])
