@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from unicron_ctl.agent.loop.heartbeats import Heartbeats
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
 
 JOB = "1"
@@ -53,7 +54,8 @@ class Agent:
         store = f"127.0.0.1:{20000 + element}"
         self.status = wire.Status(job=JOB, element=element, agent=self.name, sent=0.0, store=store, ranks=self.ranks)
         self.reported = 0  # steps
-        self.unsent: list[structs.StepReport] = []  # for the next status
+        self.unsent: list[structs.StepTable] = []  # for the next status
+        self.heartbeats = Heartbeats()
         self.welcomed = False
         self.layout: Layout | None = None  # the newest plan
         self.assignment: dict[int, list[int]] = {}  # its micro-batches of the first iteration
@@ -92,8 +94,8 @@ class Agent:
         """Return the status of all ranks."""
         self.status.sent = now
         self.status.number += 1
-        self.status.steps, self.unsent = self.unsent, []
-        return wire.encode(self.status)
+        self.status.tables, self.unsent = self.unsent, []
+        return wire.encode(self.heartbeats.form(self.status, now))
 
     def steps(self, generation: int, iteration: int, seconds: float, now: float) -> bool:
         """Add a report of all ranks that were in the iteration. Return whether there was one."""
@@ -107,13 +109,13 @@ class Agent:
         if not made:
             return False
         self.reported += 1
-        self.unsent.append(structs.StepReport(generation, iteration, self.total, now, made, self.reported))
+        self.unsent.append(structs.step_table(generation, iteration, self.total, now, made, self.reported))
         return True
 
     def say_steps(self) -> bytes:
         """Return the reports that no status has sent."""
         reports, self.unsent = self.unsent, []
-        return wire.encode(wire.Steps(job=JOB, element=self.element, agent=self.name, reports=reports))
+        return wire.encode(wire.Steps(job=JOB, element=self.element, agent=self.name, tables=reports))
 
     def metrics(self) -> bytes:
         """Return the node's metrics, the same on every node."""

@@ -323,6 +323,7 @@ class Simulation:
 
     def _on_message(self, agent: Agent, data: bytes, at: float) -> None:
         message = wire.decode(data, wire.ToAgent)
+        agent.heartbeats.doubt()
         match message:
             case wire.Break():
                 self._on_break(agent, message, at)
@@ -358,6 +359,7 @@ class Simulation:
         self._period, self._metrics_seconds = message.heartbeat_period, message.metrics_seconds
         self._progress_seconds = message.progress_seconds
         self._next_metrics = max(self._next_metrics, self.lines.now() - 0.1)
+        agent.heartbeats.period = message.heartbeat_period
         if not agent.welcomed:
             agent.welcomed = True
             self._later(self.lines.now() + READY_SECONDS, lambda: self._ready(agent))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tests.support import clock
+from unicron_ctl.agent.loop.heartbeats import Heartbeats
 from unicron_ctl.controller.core.core import Core
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.cluster_state import ClusterState
@@ -104,7 +106,8 @@ class FakeAgent:
         self.user: structs.Image | None = None  # the newest that its script has saved
         self.noticed = False  # its element is to end
         self.steps = 0
-        self.held_steps: list[structs.StepReport] = []  # that the next status takes along
+        self.held_steps: list[structs.StepTable] = []  # that the next status takes along
+        self.heartbeats = Heartbeats()
         world.agents.append(self)
 
     def new_rank(self, incarnation: int = 0) -> structs.RankStatus:
@@ -156,33 +159,34 @@ class FakeAgent:
 
     def status(self, leaving: str = "") -> None:
         if not self.silent:
-            self.number += 1
-            self.world.to_core(
-                self,
-                wire.Status(
-                    job=self.job,
-                    element=self.element,
-                    agent=self.agent,
-                    sent=self.world.now,
-                    number=self.number,
-                    store=f"127.0.0.1:{9000 + self.element}",
-                    leaving=leaving,
-                    noticed=self.noticed,
-                    pinged=self.pinged,
-                    agreed=self.agreed,
-                    over=self.over,
-                    cut=self.keeps,
-                    images=self.images,
-                    saved=self.user,
-                    moved=self.moved,
-                    failing=self.failing,
-                    refusing=self.refusing,
-                    fenced=self.fenced,
-                    ranks=dict(self.ranks),
-                    steps=self.held_steps,
-                ),
-            )
+            self.world.to_core(self, self.heartbeats.form(self.whole(leaving), self.world.now))
             self.held_steps = []
+
+    def whole(self, leaving: str = "") -> wire.Status:
+        """All that it has to say now."""
+        self.number += 1
+        return wire.Status(
+            job=self.job,
+            element=self.element,
+            agent=self.agent,
+            sent=self.world.now,
+            number=self.number,
+            store=f"127.0.0.1:{9000 + self.element}",
+            leaving=leaving,
+            noticed=self.noticed,
+            pinged=self.pinged,
+            agreed=self.agreed,
+            over=self.over,
+            cut=self.keeps,
+            images=self.images,
+            saved=self.user,
+            moved=self.moved,
+            failing=self.failing,
+            refusing=self.refusing,
+            fenced=self.fenced,
+            ranks={slot: copy.copy(rank) for slot, rank in self.ranks.items()},
+            tables=self.held_steps,
+        )
 
     def set(self, slot: int, **changes) -> None:
         """Change a rank's status and report it."""
@@ -214,6 +218,9 @@ class FakeAgent:
                 self.agreed = None
             message = shared_plans.whole(wire.decode(wire.encode(message), wire.ToAgent))
         self.heard.append(message)
+        self.heartbeats.doubt()
+        if isinstance(message, wire.Welcome):
+            self.heartbeats.period = message.heartbeat_period
         if isinstance(message, wire.Ping):
             self.pinged = max(self.pinged, message.number)
             self.over = max(self.over, message.over if self.gives_up else 0)
@@ -362,18 +369,12 @@ class FakeAgent:
 
     def report(self, iteration: int, rank: structs.RankStep, total: int = MICRO_BATCHES, hold: bool = False) -> None:
         """A step of one of its ranks; hold: the next status takes it along."""
-        report = structs.StepReport(
-            generation=self.ranks[rank.slot].generation,
-            iteration=iteration,
-            total=total,
-            at=self.world.now,
-            ranks=[rank],
-            number=self.next_step(),
-        )
+        generation = self.ranks[rank.slot].generation
+        report = structs.step_table(generation, iteration, total, self.world.now, [rank], self.next_step())
         if hold:
             self.held_steps.append(report)
         else:
-            self.world.to_core(self, wire.Steps(job=self.job, element=self.element, agent=self.agent, reports=[report]))
+            self.world.to_core(self, wire.Steps(job=self.job, element=self.element, agent=self.agent, tables=[report]))
 
     def next_step(self) -> int:
         """The number of its next report of a step."""

@@ -72,7 +72,8 @@ class Outbox:
         try:
             self._line.socket.send(wire.encode(message), zmq.DONTWAIT)
         except zmq.Again:  # the queue to a controller that is away is full. A status is repeated, a proof is not
-            proof = isinstance(message, wire.Steps) or (isinstance(message, wire.Status) and message.steps)
+            steps = getattr(message, "tables", None) or getattr(message, "steps", None)
+            proof = isinstance(message, wire.Steps) or bool(steps)
             if proof and not self._lost_steps:
                 self._lost_steps = True
                 self._log.warn("the controller has been away for too long: reports of steps are lost until it is back")

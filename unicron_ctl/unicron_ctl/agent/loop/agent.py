@@ -370,6 +370,8 @@ class Agent:
                 return
             self._last_heard = time.monotonic()
             self._stand_in.participant.on_controller(self._last_heard)
+            if not isinstance(message, wire.Pong):
+                self._reports.say_all()
             self._orders[type(message)](message)
         except wire.BadMessage as error:
             if isinstance(error, wire.OtherRelease):
@@ -449,7 +451,7 @@ class Agent:
             self._plans.add_plan(share, agreed.generation)
 
     def _on_welcome(self, message: wire.Welcome) -> None:
-        self._reports.configure(message.heartbeat_period, message.progress_seconds)
+        self._reports.configure(message.heartbeat_period, message.progress_seconds, message.brief)
         self._reports.sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
         self._layout, self._ending.notice_seconds = message.layout, message.notice_seconds
         self._snapshots.memory.open(message.run)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from unicron_ctl.agent.connections.job_environment import Place
+from unicron_ctl.agent.loop.heartbeats import Heartbeats
 from unicron_ctl.agent.loop.step_reports import StepReports
 from unicron_ctl.agent.node.node_watch import NodeWatch
 from unicron_ctl.agent.node.sampling import Sampling
@@ -74,8 +75,9 @@ class Reports:
         self._me = place.job, place.element, identity
         self._vitals, self.sampling, self._copies = Vitals(), sampling, copies
         self._steps = StepReports()
-        self._kept: deque[tuple[float, structs.StepReport]] = deque(maxlen=MOST_KEPT)
-        self._period, self._progress = 1.0, 0.2  # as the controller wants them
+        self._kept: deque[tuple[float, structs.StepTable]] = deque(maxlen=MOST_KEPT)
+        self._period, self._progress, self._brief = 1.0, 0.2, False  # as the controller wants them
+        self._heartbeats = Heartbeats()
         self._number = 0  # of the last status
         self.sent_at = 0.0
         """The time of the last status."""
@@ -87,10 +89,16 @@ class Reports:
         """The processes end by themselves if they are cut off."""
         self.node: NodeWatch | None = None
 
-    def configure(self, period: float, progress: float) -> None:
-        """Set the seconds from one status to the next (period), and until one with nothing but progress."""
-        self._period, self._progress = period, progress
+    def configure(self, period: float, progress: float, brief: bool) -> None:
+        """Set the seconds from one status to the next (period), and until one with nothing but progress. brief: the
+        controller reads brief forms."""
+        self._period, self._progress, self._brief = period, progress, brief
+        self._heartbeats.period = period if brief else 0.0
         self._steps.configure(period, progress)
+
+    def say_all(self) -> None:
+        """Let the next status say all that it can."""
+        self._heartbeats.doubt()
 
     def timeout(self, now: float) -> float:
         """Return the seconds until :meth:`on_timer` must be called; infinity if nothing is due."""
@@ -122,30 +130,35 @@ class Reports:
         participant, statuses = self._participant, {slot: rank.status for slot, rank in self._ranks.items()}
         participant.on_ranks(statuses, store, now)
         participant.status_due = False
+        due = steps[-most:]
         self._send(
-            wire.Status(
-                *self._me,
-                sent=time.time(),
-                number=self._number,
-                store=store,
-                leaving=leaving,
-                noticed=noticed,
-                pinged=self.pinged,
-                answer=participant.on_status(now),
-                agreed=participant.agreed,
-                over=participant.over,
-                cut=self._copies.cut.number,
-                moved=self._copies.moved,
-                unmoved=self._copies.failed,
-                rates=dict(self._copies.rates),
-                failing=self._copies.failing(now),
-                refusing=self._copies.refusing(now),
-                images=self._copies.rows(any(rank.running for rank in self._ranks.values())),
-                saved=self._copies.newest_saved(),
-                fenced=self.fenced,
-                ranks=statuses,
-                cold={slot: rank.cold[:COLD_TEXT] for slot, rank in self._ranks.items() if rank.cold},
-                steps=steps[-most:],
+            self._heartbeats.form(
+                wire.Status(
+                    *self._me,
+                    sent=time.time(),
+                    number=self._number,
+                    store=store,
+                    leaving=leaving,
+                    noticed=noticed,
+                    pinged=self.pinged,
+                    answer=participant.on_status(now),
+                    agreed=participant.agreed,
+                    over=participant.over,
+                    cut=self._copies.cut.number,
+                    moved=self._copies.moved,
+                    unmoved=self._copies.failed,
+                    rates=dict(self._copies.rates),
+                    failing=self._copies.failing(now),
+                    refusing=self._copies.refusing(now),
+                    images=self._copies.rows(any(rank.running for rank in self._ranks.values())),
+                    saved=self._copies.newest_saved(),
+                    fenced=self.fenced,
+                    ranks=statuses,
+                    cold={slot: rank.cold[:COLD_TEXT] for slot, rank in self._ranks.items() if rank.cold},
+                    steps=[] if self._brief else [table.report() for table in due],
+                    tables=due if self._brief else [],
+                ),
+                now,
             )
         )
 
@@ -168,7 +181,7 @@ class Reports:
         """Send step reports that cannot wait any longer."""
         self._send_steps(self._due_steps(now, hold=True))
 
-    def _due_steps(self, now: float, leaving: bool = False, hold: bool = False) -> list[structs.StepReport]:
+    def _due_steps(self, now: float, leaving: bool = False, hold: bool = False) -> list[structs.StepTable]:
         """Return step reports that are due. hold: they may wait for later ones."""
         ranks = {} if leaving else self._ranks
         running = {slot: rank.status.generation for slot, rank in ranks.items() if rank.running}
@@ -176,11 +189,13 @@ class Reports:
         self._kept.extend((now, report) for report in due)
         return due
 
-    def _send_steps(self, reports: list[structs.StepReport]) -> None:
+    def _send_steps(self, tables: list[structs.StepTable]) -> None:
         """Send step reports outside a status."""
         most = ranges.MOST_STEP_REPORTS
-        for first in range(0, len(reports), most):
-            self._send(wire.Steps(*self._me, reports=reports[first : first + most]))
+        for first in range(0, len(tables), most):
+            some = tables[first : first + most]
+            brief = {"tables": some} if self._brief else {"reports": [table.report() for table in some]}
+            self._send(wire.Steps(*self._me, **brief))
 
     def testimony(self, answers: Iterable[tuple[int, list[str]]]) -> None:
         """Send the answers of the witness: (number of the question, words)."""

@@ -65,7 +65,7 @@ class StepReports:
             if slot not in waiting:
                 self.add(slot, step, now)
 
-    def due_reports(self, now: float, running: Mapping[int, int], hold: bool = False) -> list[structs.StepReport]:
+    def due_reports(self, now: float, running: Mapping[int, int], hold: bool = False) -> list[structs.StepTable]:
         """Return the reports that are due, oldest iteration first. running: slot -> generation of each running rank.
 
         An iteration waits for the ranks of its generation, unless a rank has reported a later one, or a rank that has
@@ -116,20 +116,15 @@ class StepReports:
         members = {slot for slot, in_generation in running.items() if in_generation == generation}
         return members <= reporters | group.steps.keys()
 
-    def _merge_group(self, group: _Group) -> structs.StepReport:
+    def _merge_group(self, group: _Group) -> structs.StepTable:
         generation, iteration, total = group.key
         if self._last != (generation, iteration):
             self._last, self._reporters = (generation, iteration), set()
         self._reporters |= group.steps.keys()
         self._number += 1
-        return structs.StepReport(
-            generation=generation,
-            iteration=iteration,
-            total=total,
-            at=max(step.at for step in group.steps.values()),
-            ranks=[_rank_step(slot, group.steps[slot]) for slot in sorted(group.steps)],
-            number=self._number,
-        )
+        latest = max(step.at for step in group.steps.values())
+        ranks = [_rank_step(slot, step) for slot, step in group.steps.items()]
+        return structs.step_table(generation, iteration, total, latest, ranks, self._number)
 
 
 def _rank_step(slot: int, step: Step) -> structs.RankStep:

@@ -267,15 +267,16 @@ class Core:
         if self.view.alone and self.intake.knows(message, key):
             self._heard_again()
         name: str = getattr(message, "job", "")
-        recorded = self.state.last_event
+        recorded, news = self.state.last_event, True
         self._read_for(name)
         try:
-            self.intake.receive(route, message, key, asker)
+            news = self.intake.receive(route, message, key, asker)
         except Exception as error:
             self._containment.set_aside(name, repr(message), error)
         if self.state.last_event > recorded:
             self._containment.enforce_quota(name)
-        if name in self.state.jobs:
+            news = True
+        if news and name in self.state.jobs:
             self._dirty.add(name)
 
     def hint(self, hint: datagrams.Hint, now: float) -> None:

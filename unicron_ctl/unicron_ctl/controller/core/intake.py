@@ -22,11 +22,18 @@ from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import datagrams, structs, wire
 from unicron_ctl.shared.system.throttle import Throttle
 
+WHOLE_SECONDS = 0.5  # between two questions to one agent for a whole status
 HINT_SECONDS = 0.5  # between two questions to one agent because of hints
 # Questions to agents, with early listings of Slurm, because of all hints together, a second and at once: anybody can
 # send a hint, and each question goes to witnesses, too.
 HINTS = 0.5, 4.0
 AgentMessage = wire.Metrics | wire.ReachAnswer | wire.RecallAnswer | wire.NodeEvent
+
+
+def tables_of(tables: list[structs.StepTable], reports: list[structs.StepReport]) -> list[structs.StepTable]:
+    """Returns the steps of a message as tables; agents of release 0.2 send reports."""
+    made = (structs.step_table(r.generation, r.iteration, r.total, r.at, r.ranks, r.number) for r in reports)
+    return [*tables, *made]
 
 
 class Intake:
@@ -46,9 +53,12 @@ class Intake:
         self.registrations = Registrations(view, carry_out, self._on_replaced, written)
         self._hints = Throttle(*HINTS)
 
-    def receive(self, route: Route, message: wire.Message, key: str, asker: Asker) -> None:
-        """Takes in a message that passed the checks at the edge. key: the CURVE key of its connection."""
+    def receive(self, route: Route, message: wire.Message, key: str, asker: Asker) -> bool:
+        """Takes in a message that passed the checks at the edge. key: the CURVE key of its connection. Returns whether
+        it may call for a decision before the next tick."""
         match message:
+            case wire.Going():
+                return self._on_going(route, message, key)
             case wire.Register():
                 self.registrations.on_register(Request(route, message, key, asker, self._view.now))
             case wire.Status():
@@ -61,6 +71,7 @@ class Intake:
             case wire.StackTrace() | wire.Timing() | wire.InjectRefused():
                 if (job := self._speaker(route, key, message.job, message.slot)) is not None:
                     self._on_rank_message(job, message)
+        return True
 
     # ------------------------------------------------------------ the sender
     def knows(self, message: wire.Message, key: str) -> bool:
@@ -108,21 +119,55 @@ class Intake:
         for slot in [slot for slot, (agent, _) in missed.items() if agent == before.agent]:
             del missed[slot]
 
-    def _on_status(self, route: Route, message: wire.Status, key: str) -> None:
+    def _sender(
+        self, route: Route, message: wire.Status | wire.Going, key: str
+    ) -> tuple[JobState, AgentView] | tuple[None, None]:
+        """Returns the job and the agent if the agent is taken in; else it gets the reason."""
         state, agent = self._view.state.jobs.get(message.job), self._view.live.agent(message.job, message.element)
-        if (refusal := self._refusal_of(state, message, key)) is not None:
-            self._carry_out(Outcome(sends=[Send(route, refusal)]))
+        refusal = self._refusal_of(state, message, key)
+        if refusal is None and self.registrations.waits((message.job, message.element, message.agent)):
+            return None, None
+        if refusal is None and (state is None or agent is None or agent.agent != message.agent or agent.key != key):
+            replaced = state is not None and message.agent in state.superseded
+            first = wire.Refusal(reason="register first")
+            refusal = replaced_by_another(message.job, message.element) if replaced else first
+        if refusal is not None or state is None or agent is None:
+            self._carry_out(Outcome(sends=[Send(route, refusal)] if refusal is not None else []))
+            return None, None
+        return state, agent
+
+    def _on_going(self, route: Route, message: wire.Going, key: str) -> bool:
+        """Takes in a heartbeat with nothing but progress. Returns whether it may call for a decision."""
+        state, agent = self._sender(route, message, key)
+        if state is None or agent is None:
+            return True
+        if message.tables and not state.over:
+            self._take_steps(state, agent, message.tables)
+        changed = agent.on_going(message, self._view.now)
+        job, usual = self._view.job(state), state.phase is Phase.RUNNING and not agent.expired
+        agent.route = route
+        self._view.live.note_word(agent, self._view.now)
+        if changed is None:
+            if self._view.now - agent.repeated.get("whole", -WHOLE_SECONDS) >= WHOLE_SECONDS:
+                agent.repeated["whole"] = self._view.now
+                self._carry_out(Outcome(sends=[Send(route, wire.Ping())]))
+            changed = []
+        if agent.expired:
+            agent.expired = False
+            self._revive_agent(job, agent)
+            changed = list(agent.slots)
+        if usual:
+            job.going.add(agent.element)
+        else:
+            job.changed.update(changed)
+        return not usual
+
+    def _on_status(self, route: Route, message: wire.Status, key: str) -> None:
+        state, agent = self._sender(route, message, key)
+        if state is None or agent is None:
             return
-        if self.registrations.waits((message.job, message.element, message.agent)):
-            return
-        if state is None or agent is None or agent.agent != message.agent or agent.key != key:
-            refusal = wire.Refusal(reason="register first")
-            if state is not None and message.agent in state.superseded:
-                refusal = replaced_by_another(message.job, message.element)
-            self._carry_out(Outcome(sends=[Send(route, refusal)]))
-            return
-        if message.steps and not state.over:
-            self._take_steps(state, agent, message.steps)
+        if (message.tables or message.steps) and not state.over:
+            self._take_steps(state, agent, tables_of(message.tables, message.steps))
         was_expired, agent.route, agent.expired = agent.expired, route, False
         changed = agent.on_status(message, self._view.now)
         self._view.live.note_word(agent, self._view.now)
@@ -170,7 +215,7 @@ class Intake:
         out.record(job.state, records.EndNotice(element=agent.element, agent=agent.agent, reason=reason))
         self._carry_out(out)
 
-    def _refusal_of(self, state: JobState | None, message: wire.Status, key: str) -> wire.Message | None:
+    def _refusal_of(self, state: JobState | None, message: wire.Status | wire.Going, key: str) -> wire.Message | None:
         """Returns the answer to the last agent of an element whose job has ended or is set aside; None if its status
         counts."""
         record = state.agents.get(message.element) if state is not None else None
@@ -212,20 +257,21 @@ class Intake:
         agent = self._of_agent(route, key, message)
         job = self._view.state.jobs.get(message.job)
         if agent is not None and job is not None and not job.over:
-            self._take_steps(job, agent, message.reports)
+            self._take_steps(job, agent, tables_of(message.tables, message.reports))
 
-    def _take_steps(self, state: JobState, agent: AgentView, reports: Iterable[structs.StepReport]) -> None:
+    def _take_steps(self, state: JobState, agent: AgentView, tables: Iterable[structs.StepTable]) -> None:
         job, runtime, now = self._view.job(state), self._runtime(state), self._view.now
         held = structs.hold_seconds(self._view.config.heartbeat_period, progress_seconds(self._view, state))
-        for report in reports:
+        for report in tables:
             whole, agent.steps = report.number == agent.steps + 1, report.number
-            report.ranks = [rank for rank in report.ranks if rank.slot in agent.slots]
+            if report.slots != agent.slots and not set(report.slots) <= set(agent.slots):
+                report = report.only(agent.slots)
             if report.generation > state.generation:  # its other members are not known yet
                 runtime.unheard_until = max(runtime.unheard_until, report.iteration)
                 continue
             if state.plan is not None and report.generation == state.plan.generation:
                 job.stepped.note_iteration(report.iteration, now, held)
-            if report.ranks:
+            if report.slots:
                 self._carry_out(runtime.on_steps(job, report, now, whole))
 
     def _on_rank_message(self, job: JobState, message: wire.StackTrace | wire.Timing | wire.InjectRefused) -> None:

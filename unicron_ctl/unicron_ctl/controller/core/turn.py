@@ -107,6 +107,8 @@ class Turns:
     def _sense_changes(self, job: JobState, view: JobView) -> bool:
         """Takes in the slots that changed. Returns whether some needed a closer look."""
         runtime = self._runtime(job)
+        if view.going:
+            members.take_in_progress(view, runtime.sensors.iterations.standing)
         if not view.changed:
             return False
         if job.phase is Phase.OFFERING:

@@ -97,7 +97,7 @@ class JobRuntime:
         return out
 
     # ------------------------------------------------------------ steps
-    def on_steps(self, job: JobView, message: structs.StepReport, now: float, whole: bool = True) -> Outcome:
+    def on_steps(self, job: JobView, message: structs.StepTable, now: float, whole: bool = True) -> Outcome:
         """Takes in the steps of a node's ranks, and records the iterations that are complete with them.
 
         whole: no report was lost between the agent's previous report and this one.
@@ -113,7 +113,7 @@ class JobRuntime:
         for account in accounts:
             finite = account.loss is None or math.isfinite(account.loss)
             nan_since = -1 if finite else account.iteration if nan_since < 0 else min(nan_since, account.iteration)
-            status = next((job.status(rank.slot) for rank in message.ranks), None)
+            status = next((job.status(slot) for slot in message.slots), None)
             step = records.Step(
                 iteration=account.iteration,
                 loss=account.loss if finite else None,

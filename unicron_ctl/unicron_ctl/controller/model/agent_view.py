@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.structs import RankStatus
-from unicron_ctl.shared.protocol.wire import Status
 
 CAN_ENTER = ("waiting", "standby")
 Route = tuple[bytes, ...]
@@ -31,10 +31,17 @@ class AgentView:
     """Its CURVE public key; empty if nothing is encrypted."""
     door: str = ""
     """host:port at which other agents check that it lives."""
-    status: Status = field(init=False)
+    status: wire.Status = field(init=False)
     """The last accepted one; an empty one before the first."""
     number: int = 0
-    """The number of that status; 0 when the agent has registered: any status after that is newer."""
+    """The number of the last status or heartbeat; 0 when the agent has registered: any status after that is newer."""
+    whole: int = 0
+    """The number of `status`, to which brief heartbeats refer."""
+    whole_at: float = 0.0
+    """When that status came."""
+    in_step: int = -1
+    """The count of the job's phases in which all of its ranks were found to train in the job's generation; -1 after
+    a whole status."""
     steps: int = 0
     """Number of the last accepted step report."""
     ranks: dict[int, RankStatus] = field(default_factory=dict)
@@ -83,7 +90,7 @@ class AgentView:
     """The token to present there."""
 
     def __post_init__(self) -> None:
-        self.status = Status(job=self.job, element=self.element, agent=self.agent, sent=0.0)
+        self.status = wire.Status(job=self.job, element=self.element, agent=self.agent, sent=0.0)
 
     @property
     def alive(self) -> bool:
@@ -96,7 +103,7 @@ class AgentView:
         cold = self.status.cold
         return f"cold: {cold[slot]}" if slot in cold else "warm"
 
-    def on_status(self, status: Status, now: float) -> list[int]:
+    def on_status(self, status: wire.Status, now: float) -> list[int]:
         """Takes in a status of this agent, except for slots of others. Returns the slots whose state has changed, none
         if a newer status came before it.
 
@@ -105,7 +112,8 @@ class AgentView:
         self.last_heard = now
         if status.number and status.number <= self.number:
             return []
-        self.status, self.number = status, status.number
+        self.status, self.number, self.whole, self.in_step = status, status.number, status.number, -1
+        self.whole_at = now
         changed, waits = [], False
         self.fresh = False
         for slot in self.slots:
@@ -120,6 +128,29 @@ class AgentView:
             self.ranks[slot] = rank
         self.waits = waits
         self.broken = min([rank.broken for rank in self.ranks.values()], default=0)
+        return changed
+
+    def on_going(self, message: wire.Going, now: float) -> list[int] | None:
+        """Takes in a heartbeat with nothing but progress. Returns the slots that went on; None if it refers to a status
+        that has not come."""
+        self.last_heard = now
+        if message.number <= self.number:
+            return []
+        if message.on != self.whole or not self.whole:
+            return None
+        self.number, self.status.moved = message.number, message.moved
+        apart = {slot for part in message.progress for slot in part.slots}
+        changed: list[int] = []
+        for part in message.progress:
+            slots = part.slots or (self.ranks.keys() - apart if apart else self.ranks)
+            moved = [slot for slot in slots if slot in self.ranks and self.ranks[slot].changed != part.changed]
+            changed += moved
+            for slot in moved:
+                rank = self.ranks[slot]
+                if rank.iteration != part.iteration:
+                    rank.iteration, rank.done = part.iteration, []
+                rank.phase, rank.changed = part.phase, part.changed
+                self.progress[slot] = now
         return changed
 
     def _note_change(self, slot: int, old: RankStatus | None, rank: RankStatus, now: float) -> None:

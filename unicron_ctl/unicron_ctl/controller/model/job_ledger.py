@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import islice
 
-from unicron_ctl.shared.protocol.structs import RankStep, StepReport
+from unicron_ctl.shared.protocol.structs import StepTable
 
 OPEN_ITERATIONS = 8  # per job; with more open, the oldest is reported incomplete
 MOST_TOTAL = 1 << 22  # micro-batches of an iteration
@@ -51,15 +51,11 @@ class OpenIteration:
     seconds: list[float] = field(default_factory=list)
     summed: dict[int, int] = field(default_factory=dict)
     """micro-batch -> the number of gradients that have it."""
-    computed: dict[int, int] = field(default_factory=dict)
-    """micro-batch -> how often ranks computed it."""
+    besides: dict[int, int] = field(default_factory=dict)
+    """micro-batch -> how much more often ranks computed it than there are gradients of theirs with it."""
     summed_again: set[int] = field(default_factory=set)
     """Micro-batches in more than one gradient."""
-    computed_again: set[int] = field(default_factory=set)
-    strangers: set[int] = field(default_factory=set)
-    """Micro-batches that do not exist."""
     in_gradients: int = 0
-    times_computed: int = 0
     dropped: bool = False
     """A rank computed micro-batches that are not in its gradient: it had no copy to undo a reduce with."""
     missing: set[int] | None = None
@@ -74,50 +70,59 @@ class OpenIteration:
             self.missing, self.members = set(members) - self.reporters, members
         return not self.missing
 
-    def add(self, rank: RankStep, generation: int) -> None:
-        if rank.slot in self.reporters:
-            return  # a repeated report
+    def add(self, table: StepTable) -> None:
+        if not self.reporters.isdisjoint(table.slots):  # a repeated report
+            table = table.only(set(table.slots) - self.reporters)
+            if not table.slots:
+                return
         if not self.reporters:
-            self.loss = rank.loss
-        self.reporters.add(rank.slot)
+            self.loss = table.losses[0]
+        self.reporters.update(table.slots)
         if self.missing is not None:
-            self.missing.discard(rank.slot)
-        self.seconds.append(rank.seconds)
-        self.generation = max(self.generation, generation)
-        self._count(self.summed, self.summed_again, rank.micro_batches)
-        self.in_gradients += len(rank.micro_batches)
-        computed = rank.micro_batches if rank.computed is None else rank.computed
-        self._count(self.computed, self.computed_again, computed)
-        self.dropped = self.dropped or len(computed) > len(rank.micro_batches)
-        self.times_computed += len(computed)
+            self.missing.difference_update(table.slots)
+        self.seconds += table.seconds
+        self.generation = max(self.generation, table.generation)
+        for batches in table.micro_batches:
+            self._count(batches)
+        for slot, computed in table.computed.items():
+            batches = table.micro_batches[table.slots.index(slot)]
+            self.dropped = self.dropped or len(computed) > len(batches)
+            for indices, more in ((computed, 1), (batches, -1)):
+                for index in indices:
+                    self.besides[index] = self.besides.get(index, 0) + more
 
-    def _count(self, counts: dict[int, int], again: set[int], indices: list[int]) -> None:
-        """Counts indices. `Counter.update` takes several times as long for the few indices of one rank."""
+    def _count(self, indices: list[int]) -> None:
+        """Counts a gradient's indices. `Counter.update` takes several times as long for the few of one rank."""
+        counts = self.summed
+        self.in_gradients += len(indices)
         for index in indices:
-            if index not in counts:
-                counts[index] = 1
-                if not 0 <= index < self.total:
-                    self.strangers.add(index)
-            else:
+            if index in counts:
                 counts[index] += 1
-                again.add(index)
+                self.summed_again.add(index)
+            else:
+                counts[index] = 1
+
+    def _times(self, index: int) -> int:
+        """The number of times that ranks computed the micro-batch."""
+        return self.summed.get(index, 0) + self.besides.get(index, 0)
 
     def account(self, iteration: int, unsure: bool, again: bool = False) -> Account:
         """The iteration's account. unsure: reports on it may have been lost, with a rank or on their way. again:
         surviving ranks may have had to compute micro-batches again."""
         missing = []
-        if len(self.summed) < self.total + len(self.strangers):
+        strangers = {index for counts in (self.summed, self.besides) for index in counts if not 0 <= index < self.total}
+        if len(self.summed) < self.total + len(strangers):
             missing = list(islice((index for index in range(self.total) if index not in self.summed), MOST_NAMED))
         problems = [
             f"micro-batch {index} is in {self.summed[index]} gradients"
-            for index in sorted(self.summed_again - self.strangers)
+            for index in sorted(self.summed_again - strangers)
         ]
         problems += [
-            f"micro-batch {index} was computed {self.computed[index]} times by ranks that lived on"
-            for index in sorted(self.computed_again - self.strangers)
-            if not again
+            f"micro-batch {index} was computed {self._times(index)} times by ranks that lived on"
+            for index in sorted((self.summed_again | self.besides.keys()) - strangers)
+            if self._times(index) > 1 and not again
         ]
-        problems += [f"micro-batch {index} does not exist" for index in sorted(self.strangers)]
+        problems += [f"micro-batch {index} does not exist" for index in sorted(strangers)]
         if missing and not unsure:
             problems.append(f"micro-batches {missing} are in nobody's gradient")
         return Account(
@@ -127,7 +132,7 @@ class OpenIteration:
             seconds=statistics.median(self.seconds),
             ranks=len(self.reporters),
             total=self.total,
-            computed=self.times_computed,
+            computed=self.in_gradients + sum(self.besides.values()),
             unreported=missing if unsure else [],
             problems=problems[:PROBLEMS_KEPT],
         )
@@ -141,7 +146,7 @@ class JobLedger:
     closed: int = -1
 
     def add(
-        self, step: StepReport, members: Collection[int], disturbed: Callable[[int], bool], drops: bool = False
+        self, step: StepTable, members: Collection[int], disturbed: Callable[[int], bool], drops: bool = False
     ) -> list[Account]:
         """Takes an agent's report; returns the iterations that are complete with it, oldest first.
 
@@ -154,8 +159,7 @@ class JobLedger:
         entry = self.open.get(step.iteration)
         if entry is None:
             entry = self.open[step.iteration] = OpenIteration(step.total)
-        for rank in step.ranks:
-            entry.add(rank, step.generation)
+        entry.add(step)
         done = []
         for iteration in sorted(self.open):
             if not self._complete(iteration, members, disturbed):
@@ -191,11 +195,11 @@ class PlainSteps:
     """slot -> generation, iteration and seconds of an iteration, of its last report."""
 
     def add(
-        self, step: StepReport, members: Collection[int], disturbed: Callable[[int], bool], drops: bool = False
+        self, step: StepTable, members: Collection[int], disturbed: Callable[[int], bool], drops: bool = False
     ) -> list[Account]:
         """Takes an agent's report; returns the newest iteration that all members have made."""
-        for rank in step.ranks:
-            self.last[rank.slot] = step.generation, step.iteration, rank.seconds
+        for slot, seconds in zip(step.slots, step.seconds, strict=True):
+            self.last[slot] = step.generation, step.iteration, seconds
         present = [self.last[slot] for slot in members if slot in self.last]
         made = [iteration for generation, iteration, _ in present if generation == step.generation]
         if not made or len(made) < len(members) or min(made) <= self.closed:

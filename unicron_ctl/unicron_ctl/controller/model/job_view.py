@@ -95,6 +95,10 @@ class JobView:
     fetching: Fetching = field(default_factory=Fetching)
     """Images for which the job waits while it forms."""
     per_node: int = field(init=False)
+    going: set[int] = field(default_factory=set)
+    """Elements whose ranks did nothing but train on since the last turn."""
+    phases: int = 0
+    """Counts changes of phase, members or plan."""
     planned: tuple[list[int], frozenset[int]] = field(default_factory=lambda: ([], frozenset()))
     """The members of the last plan that was looked at, as a list and as a set."""
 
@@ -267,6 +271,7 @@ class JobView:
         """Takes in that the job's phase, members or plan changed: every member is checked once, closely those that are
         further than the start of the phase."""
         state, phase = self.state, self.state.phase
+        self.phases += 1
         self.stopped.clear()
         self.strayed.clear()
         self.stalled, self.stepped = 0.0, LastStep()

@@ -75,7 +75,8 @@ class Standing:
             if before != done:
                 if before is not None:
                     self._forget(slot, before)
-                self.unjudged.discard(slot)
+                else:
+                    self.unjudged.discard(slot)
                 came[slot] = done
                 count[done] = count.get(done, 0) + 1
             waiting = outside.get(done)
@@ -244,7 +245,7 @@ def _limits(
 
 def _all_answered(job: JobView, since: float, out: Outcome) -> bool:
     elements = job.state.elements(job.state.members)
-    silent = [agent for e in elements if (agent := job.agents.get(e)) is not None and agent.last_heard <= since]
+    silent = [agent for e in elements if (agent := job.agents.get(e)) is not None and agent.whole_at < since]
     out.orders += [Order(agent, f"ping overdue {since}", wire.Ping()) for agent in silent]
     return not silent
 

@@ -48,6 +48,36 @@ def take_in_changes(job: JobView, standing: Standing) -> list[int]:
     return odd
 
 
+def take_in_progress(job: JobView, standing: Standing) -> None:
+    """Take in that the ranks of `JobView.going` train on. Nodes of which more is not known count as changed."""
+    for element in job.going:
+        agent = job.agents.get(element)
+        if agent is None:
+            continue
+        if agent.in_step != job.phases and not _in_step(job, agent):
+            job.changed.update(agent.slots)
+            continue
+        agent.in_step = job.phases
+        standing.update_running(agent.ranks.items())
+    job.going.clear()
+
+
+def _in_step(job: JobView, agent: AgentView) -> bool:
+    """Whether all ranks of the agent train in the job's generation, and nothing else is to be said of them."""
+    state = job.state
+    if state.phase is not Phase.RUNNING or state.plan is None or agent.expired or agent.status.leaving:
+        return False
+    for slot, status in agent.ranks.items():
+        member = state.members.get(slot)
+        if member is None or slot in state.lost or slot in job.awaited or slot in job.stopped:
+            return False
+        if status.state != "running" or status.generation != state.plan.generation:
+            return False
+        if not _goes_on(agent, status, member):
+            return False
+    return True
+
+
 def _goes_on(agent: AgentView, status: RankStatus, member: Identity) -> bool:
     """Whether the member is the same process, of a living agent, and has nothing to report."""
     reports = status.exit is not None or status.fault is not None or status.note is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -55,13 +55,11 @@ class Patience:
         elif warm_up:
             self.longest_regrouped = max(self.longest_regrouped, seconds)
 
-    def on_outside(self, times: Mapping[int, float]) -> None:
-        """Take in how long ranks were outside before their iteration: slot -> seconds."""
-        for slot, seconds in times.items():
-            if 0.0 <= seconds < math.inf:
-                self.outside[slot] = self.outside.get(slot, 0) + 1
-                if seconds > self.longest_outside:
-                    self.longest_outside = seconds
+    def on_outside(self, slots: Iterable[int], longest: float) -> None:
+        """Take in that ranks were outside before their iteration, and for how long at most."""
+        if 0.0 <= longest < math.inf:
+            self.outside.update(slots)
+            self.longest_outside = max(self.longest_outside, longest)
 
     def warm_up(self, usual: float, config: ControllerConfig) -> float:
         """Return the limit of the first iterations after a (re)start or at a new size.

@@ -7,6 +7,7 @@ only the slowest of each phase and an even sample of their peers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,6 +27,7 @@ from unicron_detector.iterations.stragglers import Stragglers
 
 WINDOW, NEWEST = 16, 4  # iterations
 MOST_COMPARED = 64  # ranks that are compared with each other one by one
+MOST_NOTED = 4096  # step reports that wait to be taken in
 CHOOSE_EVERY = 64  # iterations between two choices of the ranks to compare
 COLUMNS = (*PHASES, "outside")  # of the array: the order of `structs.PHASES`
 SHARED_PHASES = [COLUMNS.index(name) for name in ("data", "forward", "backward")]  # their time grows with the share
@@ -64,30 +66,31 @@ class PhaseTimes:
         self.rows.clear()
         self.newest, self.chosen_at, self.chosen = -1, -1, []
 
-    def on_step(self, step: structs.StepReport) -> None:
-        """Take in the times of one agent's ranks, without those that make no sense."""
-        # A sum is below a bound only where none is NaN.
-        good = [
-            rank
-            for rank in step.ranks
-            if len(rank.phases) == len(COLUMNS) and 0.0 <= min(rank.phases) and sum(rank.phases) < 1e9
-        ]
-        if not good:
-            return
-        rows = [self._row(rank.slot) for rank in good]
-        place, first = step.iteration % WINDOW, rows[0]
-        # A node's ranks are adjacent, and assigning a slice takes a fifth of the time.
-        where: slice | list[int] = rows
-        if rows == list(range(first, first + len(rows))):
-            where = slice(first, first + len(rows))
-        self.seconds[where, place] = [rank.phases for rank in good]
-        self.stamps[where, place] = step.iteration
-        self.shares[where] = [len(rank.micro_batches if rank.computed is None else rank.computed) for rank in good]
-        self.newest = max(self.newest, step.iteration)
+    def take_in(self, steps: Sequence[structs.StepTable]) -> tuple[list[int], npt.NDArray[np.float64]]:
+        """Take in phases of agents' ranks. Returns the ranks' slots and phases, without those that make no sense."""
+        slots = [slot for step in steps for slot in step.slots]
+        values = np.frombuffer(b"".join([step.phases for step in steps]), dtype="<f8").reshape(-1, len(COLUMNS))
+        shares = [len(batches) for step in steps for batches in _micro_batches(step)]
+        iterations = np.repeat([step.iteration for step in steps], [len(step.slots) for step in steps])
+        with np.errstate(over="ignore", invalid="ignore"):  # any bytes may have come
+            good = (values >= 0.0).all(axis=1) & (values.sum(axis=1) < 1e9)
+        if not good.all():
+            slots, shares = (
+                [each for each, sound in zip(column, good, strict=True) if sound] for column in (slots, shares)
+            )
+            values, iterations = values[good], iterations[good]
+        if slots:
+            for slot in slots:
+                if slot not in self.rows:
+                    self._add(slot)
+            rows = [self.rows[slot] for slot in slots]
+            self.seconds[rows, iterations % WINDOW] = values
+            self.stamps[rows, iterations % WINDOW] = iterations
+            self.shares[rows] = shares
+            self.newest = max(self.newest, int(iterations.max()))
+        return slots, values
 
-    def _row(self, slot: int) -> int:
-        if (known := self.rows.get(slot)) is not None:
-            return known
+    def _add(self, slot: int) -> None:
         row = self.rows[slot] = len(self.rows)
         if row >= len(self.shares):
             size = max(16, 2 * row)
@@ -98,7 +101,6 @@ class PhaseTimes:
                 setattr(self, name, new)
             self.shares = np.concatenate([self.shares, np.zeros(size - len(self.shares))])
         self.stamps[row] = -1
-        return row
 
     def comparable(self, last: int = WINDOW) -> Row:
         """Return slot -> phase -> mean seconds of the `last` iterations, as if all had equally many micro-batches.
@@ -147,14 +149,23 @@ class PhaseTimes:
         return self.chosen
 
 
+def _micro_batches(step: structs.StepTable) -> Sequence[list[int]]:
+    """Return the micro-batches that each rank computed."""
+    if not step.computed:
+        return step.micro_batches
+    return [step.computed.get(slot, own) for slot, own in zip(step.slots, step.micro_batches, strict=True)]
+
+
 @dataclass
 class JobTimes:
     """The speed of one job, as its iterations have shown it."""
 
     monitor: IterationMonitor
-    patience: Patience = field(default_factory=Patience)
+    _patience: Patience = field(default_factory=Patience)
     stragglers: Stragglers = field(default_factory=Stragglers)
-    phases: PhaseTimes = field(default_factory=PhaseTimes)
+    _phases: PhaseTimes = field(default_factory=PhaseTimes)
+    _noted: list[tuple[structs.StepTable, bool, bool]] = field(default_factory=list)
+    """Step reports not taken in yet, whether they show habits, and whether the ranks report what they do."""
     generation: int = -1
     nodes: int = 0
     memory: float = 0.0
@@ -195,19 +206,37 @@ class JobTimes:
         self.phases.clear()
         self.stragglers.clear()
 
-    def on_step(self, step: structs.StepReport, reports: bool = True) -> None:
-        """Take in the phase times of one agent's ranks. reports: they report what they do; for others, all but waiting
-        is their script's own code."""
-        self.phases.on_step(step)
-        if not reports and self.monitor.warming:
-            return  # its start is none of its habits
-        measured = [rank for rank in step.ranks if len(rank.phases) == len(COLUMNS)]
-        if not reports:
-            idle = [rank.phases[0] for rank in measured]
-            self.patience.longest_idle = max([self.patience.longest_idle, *idle])
-        self.patience.on_outside(
-            {r.slot: r.phases[-1] if reports else sum(r.phases) - r.phases[REDUCE] for r in measured}
-        )
+    def on_step(self, step: structs.StepTable, reports: bool = True) -> None:
+        """Note the phase times of one agent's ranks. reports: they report what they do; for others, all but waiting is
+        their script's own code."""
+        self._noted.append((step, reports or not self.monitor.warming, reports))  # its start is none of its habits
+        if len(self._noted) >= MOST_NOTED:
+            self._take_in()
+
+    @property
+    def phases(self) -> PhaseTimes:
+        """The last phase times of its ranks."""
+        self._take_in()
+        return self._phases
+
+    @property
+    def patience(self) -> Patience:
+        """Its habits."""
+        self._take_in()
+        return self._patience
+
+    def _take_in(self) -> None:
+        """Take in what was noted: for thousands of agents at once that costs a tenth."""
+        noted, self._noted = self._noted, []
+        for kind in {each[1:] for each in noted}:
+            habits, reports = kind
+            slots, phases = self._phases.take_in([step for step, *of in noted if tuple(of) == kind])
+            if not slots or not habits:
+                continue
+            if not reports:
+                self._patience.longest_idle = max(self._patience.longest_idle, float(phases[:, 0].max()))
+            outside = phases[:, -1] if reports else phases.sum(axis=1) - phases[:, REDUCE]
+            self._patience.on_outside(slots, float(outside.max()))
 
     def limit(self, job: JobState, config: ControllerConfig) -> float:
         """Return the seconds that the present iteration may take."""

@@ -298,7 +298,7 @@ class Server:
         if len(data) > wire.STRANGER_BYTES:
             raise wire.BadMessage(f"register first: {len(data)} bytes are over the {wire.STRANGER_BYTES} before that")
         kind = wire.decode(data, wire.Envelope).kind
-        if kind == "status":
+        if kind in ("status", "going"):
             head: wire.StatusHead = wire.decode(data, wire.StatusHead)
             return head.status()
         if kind in wire.OF_AGENTS:

@@ -2,10 +2,10 @@
 arrival against these types and the ranges of their fields (`ranges`). `structs` has their parts.
 
 The protocol is level-triggered. An agent's :class:`Status` always holds the whole state of its ranks, and is sent at
-every change and every heartbeat; the controller repeats :class:`Break` and :class:`Plan` until the statuses show that
-they were obeyed. So any message may be lost or repeated, and either side may restart, without harm
-(docs/design/generations.md). An agent merges the messages of its ranks, so that the controller's work grows with nodes,
-not with ranks.
+every change and every few heartbeats; between them a :class:`Going` adds mere progress to the last one. The
+controller repeats :class:`Break` and :class:`Plan` until the statuses show that they were obeyed. So any message may be
+lost or repeated, and either side may restart, without harm (docs/design/generations.md). An agent merges the messages
+of its ranks, so that the controller's work grows with nodes, not with ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from unicron_ctl.shared.protocol.structs import (
     Image,
     LostRank,
     Peer,
+    Progress,
     RankStatus,
     Settings,
     StepReports,
+    StepTables,
 )
 from unicron_detector.formats import PROTOCOL, Format
 
@@ -97,9 +99,9 @@ class Agreement(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Status(Message, tag="status"):
     """The whole state of an agent; also its heartbeat."""
 
-    job: ranges.JobId
+    job: ranges.Kind
     element: ranges.Element
-    agent: ranges.Name
+    agent: ranges.Kind
     sent: ranges.Time
     number: ranges.Count = 0  # counts the agent's statuses, to recognise a late one whatever the clocks show
     store: ranges.NoName = ""  # host:port of the rendezvous store that this agent keeps, empty until it answers
@@ -125,6 +127,22 @@ class Status(Message, tag="status"):
     # slot -> why its rank did not start warm
     cold: Annotated[dict[ranges.Slot, ranges.Text], Meta(max_length=ranges.MOST_RANKS)] = {}
     steps: StepReports = []  # the steps of its ranks, oldest first; they come before the state in `ranks`
+    tables: StepTables = []  # the same, to a controller that reads them
+
+
+class Going(Message, tag="going"):
+    """A heartbeat of an agent whose ranks train, and are otherwise as its whole status `on` described them. It takes a
+    tenth of the time to read. A controller without that status asks for a whole one (:class:`Ping`)."""
+
+    job: ranges.Kind
+    element: ranges.Element
+    agent: ranges.Kind
+    sent: ranges.Time
+    number: ranges.Count  # counts together with the statuses
+    on: ranges.Count
+    progress: Annotated[list[Progress], Meta(min_length=1, max_length=ranges.MOST_RANKS)]
+    moved: ranges.Count = 0
+    tables: StepTables = []
 
 
 class Envelope(msgspec.Struct):
@@ -134,13 +152,14 @@ class Envelope(msgspec.Struct):
     v: ranges.Version = VERSION
 
 
-class StatusHead(Message, tag="status"):
-    """The sender of a :class:`Status`; all else is skipped."""
+class StatusHead(msgspec.Struct):
+    """The sender of a :class:`Status` or of a :class:`Going`; all else is skipped."""
 
     job: ranges.JobId
     element: ranges.Element
     agent: ranges.Name
     sent: ranges.Time
+    v: ranges.Version = VERSION
 
     def status(self) -> Status:
         """Return a status without content."""
@@ -150,10 +169,11 @@ class StatusHead(Message, tag="status"):
 class Steps(Message, tag="steps"):
     """The steps of an agent's ranks, oldest first, when no :class:`Status` is about to carry them."""
 
-    job: ranges.JobId
+    job: ranges.Kind
     element: ranges.Element
-    agent: ranges.Name
-    reports: StepReports
+    agent: ranges.Kind
+    reports: StepReports = []
+    tables: StepTables = []  # the same, to a controller that reads them
 
 
 class Timing(Message, tag="timing"):
@@ -250,6 +270,7 @@ class Welcome(Message, tag="welcome"):
     """A name that no other training on any cluster has. The job's state in memory is known by it."""
     notice_seconds: ranges.Seconds = 0.0
     """Seconds that an agent whose element has to end waits for the next boundary."""
+    brief: bool = False  # the controller reads :class:`Going` and tables of steps
 
 
 class Ping(Message, tag="ping"):
@@ -450,6 +471,7 @@ class Answer(Message, tag="answer"):
 ToController = (
     Register
     | Status
+    | Going
     | Steps
     | Timing
     | StackTrace

@@ -27,9 +27,9 @@ def running(*slots: int, generation: int = 1) -> dict[int, int]:
     return dict.fromkeys(slots, generation)
 
 
-def told(messages: list[structs.StepReport]) -> list[tuple[int, int, list[int]]]:
+def told(messages: list[structs.StepTable]) -> list[tuple[int, int, list[int]]]:
     """(generation, iteration, slots) of each."""
-    return [(each.generation, each.iteration, [rank.slot for rank in each.ranks]) for each in messages]
+    return [(each.generation, each.iteration, each.slots) for each in messages]
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_an_iteration_of_all_running_ranks_is_one_message(steps):
     assert steps.due_reports(10.0, running(4, 5)) == []
     steps.add(*report(4, 3, computed=[4, 4], phases={}), 10.01)
     (message,) = steps.due_reports(10.01, running(4, 5))
-    assert message == structs.StepReport(
+    assert message.report() == structs.StepReport(
         generation=1,
         iteration=3,
         total=8,
@@ -116,20 +116,20 @@ def test_a_rank_that_reports_an_iteration_again_is_not_merged_with_itself(steps)
     for loss in (1.0, 2.0):
         steps.add(*report(0, 3, loss=loss), 10.0)
     messages = steps.due_reports(11.0, running(0, 1))
-    assert [each.ranks[0].loss for each in messages] == [1.0, 2.0]
+    assert [each.losses[0] for each in messages] == [1.0, 2.0]
 
 
 def test_different_totals_stay_apart(steps):
     steps.add(*report(0, 3, total=8), 10.0)
     steps.add(*report(1, 3, total=9), 10.0)
     messages = steps.due_reports(10.0, running(0, 1))
-    assert [(each.total, len(each.ranks)) for each in messages] == [(8, 1), (9, 1)]
+    assert [(each.total, len(each.slots)) for each in messages] == [(8, 1), (9, 1)]
 
 
 @pytest.mark.parametrize("missing", structs.PHASES)
 def test_incomplete_phases_are_none(steps, missing):
     steps.add(*report(0, 3, phases={name: 1.0 for name in PHASES if name != missing}), 10.0)
-    assert steps.due_reports(10.0, running(0))[0].ranks[0].phases == []
+    assert steps.due_reports(10.0, running(0))[0].rows()[0].phases == []
 
 
 REPORTS = st.tuples(st.just("report"), st.integers(0, 2), st.integers(1, 2), st.integers(0, 3))
@@ -205,12 +205,12 @@ def test_whatever_happens_each_report_leaves_once_and_in_time(hold, period, stor
         else:
             now += more[0]
         for message in steps.due_reports(now, state, hold):
-            assert len({rank.slot for rank in message.ranks}) == len(message.ranks)
-            heard += [(rank.slot, message.generation, message.iteration) for rank in message.ranks]
+            assert len({rank.slot for rank in message.rows()}) == len(message.slots)
+            heard += [(rank.slot, message.generation, message.iteration) for rank in message.rows()]
             since.pop((message.generation, message.iteration), None)
         assert all(now - began < most for began in since.values())
         assert all(state.get(slot) == generation for slot, generation, _ in set(said) - set(heard))
-    heard += [(r.slot, m.generation, m.iteration) for m in steps.due_reports(now, {}) for r in m.ranks]
+    heard += [(r.slot, m.generation, m.iteration) for m in steps.due_reports(now, {}) for r in m.rows()]
     assert sorted(heard) == sorted(said)
 
 

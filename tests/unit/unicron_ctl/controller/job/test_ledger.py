@@ -8,13 +8,13 @@ from tests.support.scenarios import recorded, trained
 from tests.support.world import World
 from unicron_ctl.controller.model.job_ledger import MOST_TOTAL, OPEN_ITERATIONS, JobLedger, OpenIteration
 from unicron_ctl.shared.log import records
-from unicron_ctl.shared.protocol.structs import RankStep, StepReport
+from unicron_ctl.shared.protocol.structs import RankStep, StepTable, step_table
 from unicron_ctl.shared.protocol.wire import Status, Steps
 
 
-def step(slot: int, iteration: int, indices: list[int], computed: list[int] | None = None) -> StepReport:
+def step(slot: int, iteration: int, indices: list[int], computed: list[int] | None = None) -> StepTable:
     rank = RankStep(slot, indices, 1.0, 2.0, computed)
-    return StepReport(generation=1, iteration=iteration, total=4, at=0.0, ranks=[rank])
+    return step_table(generation=1, iteration=iteration, total=4, at=0.0, ranks=[rank])
 
 
 def no(iteration: int) -> bool:
@@ -50,10 +50,10 @@ def test_what_cannot_be_is_not_counted():
     assert ledger.add(step(0, 3, [0, 1, 2, 3]), {0}, no) and ledger.closed == 3
     assert ledger.add(step(0, 3, [0, 1, 2, 3]), {0}, no) == [] and not ledger.open
     for total in (0, -1, MOST_TOTAL + 1):
-        report = StepReport(generation=1, iteration=4, total=total, at=0.0, ranks=[RankStep(0, [0], 1.0, 2.0)])
+        report = step_table(generation=1, iteration=4, total=total, at=0.0, ranks=[RankStep(0, [0], 1.0, 2.0)])
         assert ledger.add(report, {0}, no) == [] and not ledger.open
     for iteration, total in ((4, 1), (5, MOST_TOTAL)):
-        report = StepReport(generation=1, iteration=iteration, total=total, at=0.0, ranks=[RankStep(0, [0], 1.0, 2.0)])
+        report = step_table(generation=1, iteration=iteration, total=total, at=0.0, ranks=[RankStep(0, [0], 1.0, 2.0)])
         assert bool(ledger.add(report, {0}, no)) == (total == 1)
     assert list(ledger.open) == [5]
 
@@ -61,7 +61,7 @@ def test_what_cannot_be_is_not_counted():
 def test_an_account_has_the_figures_of_its_reports():
     ledger = JobLedger()
     ranks = [RankStep(0, [0], 1.0, 0.5), RankStep(1, [1, 2], 2.0, 0.7), RankStep(2, [3], 9.0, 0.9, [3, 2])]
-    (account,) = ledger.add(StepReport(3, 6, 4, 0.0, ranks), {0, 1, 2}, lambda i: True)
+    (account,) = ledger.add(step_table(3, 6, 4, 0.0, ranks), {0, 1, 2}, lambda i: True)
     assert (account.iteration, account.generation, account.loss, account.seconds) == (6, 3, 0.5, 2.0)
     assert (account.ranks, account.total, account.computed) == (3, 4, 5)
     assert account.problems == [] and account.unreported == [], "the third rank dropped what it had"
@@ -85,11 +85,11 @@ def test_without_a_disturbance_all_members_reports_prove_a_gap_only_when_they_go
 
 def test_who_has_to_report_is_found_anew_when_the_members_change():
     entry = OpenIteration(4)
-    entry.add(RankStep(0, [0], 1.0, 2.0), 1)
-    entry.add(RankStep(1, [1], 1.0, 2.0), 1)
+    entry.add(step(0, 0, [0]))
+    entry.add(step(1, 0, [1]))
     two, others = {0, 1}, {0, 2}
     assert entry.all_in(two) and entry.all_in(two) and not entry.all_in(others)
-    entry.add(RankStep(2, [2], 1.0, 2.0), 1)
+    entry.add(step(2, 0, [2]))
     assert entry.all_in(others)
 
 
@@ -150,12 +150,12 @@ def test_a_status_proves_nothing_for_other_agents_ranks_or_other_jobs():
     world.iterate("1", 0)
     agents[0].step(0, 1, [0, 2, 4, 6])
     agents[0].held_steps = [
-        StepReport(1, 1, 8, world.now, [RankStep(1, [1, 3, 5, 7], 0.5, 1.0)], agents[0].next_step())
+        step_table(1, 1, 8, world.now, [RankStep(1, [1, 3, 5, 7], 0.5, 1.0)], agents[0].next_step())
     ]
     agents[0].status()
     assert world.job().iteration == 0
     stranger = Status(job="1", element=1, agent="nobody", sent=world.now, steps=[])
-    stranger.steps = [StepReport(1, 1, 8, world.now, [RankStep(1, [1, 3, 5, 7], 0.5, 1.0)], 1)]
+    stranger.tables = [step_table(1, 1, 8, world.now, [RankStep(1, [1, 3, 5, 7], 0.5, 1.0)], 1)]
     world.to_core(agents[0], stranger)
     assert world.job().iteration == 0
     agents[1].step(1, 1, [1, 3, 5, 7])
@@ -201,13 +201,13 @@ def test_an_iteration_that_calls_itself_huge_costs_what_was_reported():
         agents[0].steps += 1  # reports were lost, so all that is missing counts as unreported
         rank = RankStep(0, [iteration], 0.5, 1.0, [])
         agent, total, generation = agents[0], 1 << 20, world.job().generation
-        report = StepReport(generation, iteration, total, world.now, [rank], agent.next_step())
-        world.to_core(agent, Steps(job="1", element=0, agent=agent.agent, reports=[report]))
+        report = step_table(generation, iteration, total, world.now, [rank], agent.next_step())
+        world.to_core(agent, Steps(job="1", element=0, agent=agent.agent, tables=[report]))
     steps = [event.record for event in world.log[number:] if isinstance(event.record, records.Step)]
     assert steps and all(len(records.encode(step)) < 1000 for step in steps)
     assert all(len(step.unreported) == 100 for step in steps)
     still_open = world.core.runtimes["1"].ledger.open.values()
-    assert still_open and all(len(one.summed) == 1 and not one.computed for one in still_open)
+    assert still_open and all(len(one.summed) == len(one.besides) == 1 for one in still_open)
 
 
 @pytest.mark.parametrize("period, held", [(0.1, 0.3), (1.0, 0.2)])

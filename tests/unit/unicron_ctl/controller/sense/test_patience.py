@@ -21,7 +21,7 @@ def habits(*early: float, warm_up: float = 0.0, regrouped: float = 0.0, outside:
     if regrouped:
         patience.on_iteration(regrouped, learned=True, warm_up=True, newcomers=False)
     for _ in range(OUTSIDE_LEARNED if outside is not None else 0):
-        patience.on_outside({1: outside})
+        patience.on_outside([1], outside)
     return patience
 
 
@@ -76,5 +76,5 @@ def test_no_history_makes_anybody_impatient(early, usual, state, idle):
 @given(st.floats())
 def test_strange_times_are_not_learned(seconds):
     patience = Patience()
-    patience.on_outside({0: seconds})
+    patience.on_outside([0], seconds)
     assert 0.0 <= patience.longest_outside < float("inf")

@@ -10,7 +10,7 @@ from tests.support.plain_agent import PlainAgent
 from tests.support.world import World
 from unicron_ctl.controller.model.job_ledger import PlainSteps
 from unicron_ctl.controller.sense.patience import IDLE_SECONDS, Patience
-from unicron_ctl.shared.protocol.structs import RankStatus, RankStep, StepReport
+from unicron_ctl.shared.protocol.structs import RankStatus, RankStep, step_table
 from unicron_ctl.shared.settings.config import ControllerConfig
 from unicron_detector.iterations.culprit import all_wait, lagging
 from unicron_detector.iterations.iteration_monitor import IterationMonitor, Limits
@@ -29,7 +29,7 @@ def limit(patience: Patience, waited: float, told: RankStatus, learned: bool = T
 def test_a_process_that_does_nothing_is_waited_for_by_the_job_s_own_habits():
     patience = Patience()
     assert limit(patience, 4.0, status(4.0)) == IDLE_SECONDS
-    patience.on_outside({0: 100.0})
+    patience.on_outside([0], 100.0)
     assert limit(patience, 4.0, status(4.0)) == IDLE_SECONDS, "an evaluation, in which it was busy"
     assert limit(patience, 4.0, status(4.0, waits=True)) == 300.0
     patience.longest_idle = 2.0
@@ -66,7 +66,7 @@ def alarms(steps: int, seed: int) -> int:
         found += gap.seconds >= most
         monitor.observe(gap.seconds)
         if not monitor.warming:
-            patience.on_outside({0: gap.seconds})
+            patience.on_outside([0], gap.seconds)
             counts = gap.idle and not gap.waits and not gap.saves and gap.seconds > 1.5
             patience.longest_idle = max(patience.longest_idle, gap.seconds if counts else 0.0)
     return found
@@ -81,7 +81,7 @@ def test_the_same_program_s_hang_is_found():
     monitor, patience = IterationMonitor(Limits(floor=CONFIG.hang_floor_seconds)), Patience()
     for _ in range(100):
         monitor.observe(STEP)
-        patience.on_outside({0: STEP})
+        patience.on_outside([0], STEP)
     assert patience.own_code(status(3.5), 3.5, monitor.limit(), True, False, CONFIG)[0] == IDLE_SECONDS
 
 
@@ -112,7 +112,7 @@ def test_a_job_has_made_as_many_iterations_as_each_of_its_ranks():
     ledger = PlainSteps(closed=9)
 
     def report(slot: int, iteration: int, generation: int = 2) -> list:
-        step = StepReport(
+        step = step_table(
             generation=generation,
             iteration=iteration,
             total=1,

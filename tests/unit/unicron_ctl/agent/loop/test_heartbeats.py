@@ -1,0 +1,161 @@
+"""The form of an agent's statuses: brief while its ranks do nothing but train, whole at everything else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unicron_ctl.agent.loop.heartbeats import IDLE_SECONDS, WHOLE_EVERY, Heartbeats
+from unicron_ctl.controller.model.agent_view import AgentView
+from unicron_ctl.shared.protocol import structs, wire
+
+SLOTS = (4, 5, 6)
+PERIOD = 1.0
+
+
+def trained(number: int = 1, iteration: int = 7) -> wire.Status:
+    ranks = {
+        slot: structs.RankStatus(
+            state="running", changed=float(number), generation=2, iteration=iteration, micro_batches=8, process="S"
+        )
+        for slot in SLOTS
+    }
+    return wire.Status(job="1", element=2, agent="a", sent=float(number), number=number, store="n2:1", ranks=ranks)
+
+
+def chooser() -> Heartbeats:
+    """It has said `trained(1)` whole at time 0."""
+    heartbeats = Heartbeats()
+    heartbeats.period = PERIOD
+    assert isinstance(heartbeats.form(trained(), 0.0), wire.Status)
+    return heartbeats
+
+
+def sent(message: wire.Message) -> wire.Message:
+    """The message as the controller reads it."""
+    return wire.decode(wire.encode(message))
+
+
+def test_mere_progress_is_said_briefly():
+    status = trained(2, iteration=9)
+    status.ranks[5].phase, status.ranks[5].changed, status.moved = "reducing", 3.0, 70
+    message = sent(chooser().form(status, 1.0))
+    assert isinstance(message, wire.Going) and (message.number, message.on, message.moved) == (2, 1, 70)
+    rows = [(row.iteration, row.phase, row.changed, row.slots) for row in message.progress]
+    assert rows == [(9, "computing", 2.0, []), (9, "reducing", 3.0, [5])]
+
+
+CHANGES: dict[str, Callable[[wire.Status], object]] = {
+    "a rank has stopped": lambda s: setattr(s.ranks[4], "state", "stopped"),
+    "a rank has entered another generation": lambda s: setattr(s.ranks[4], "generation", 3),
+    "a rank has a fault": lambda s: setattr(s.ranks[4], "fault", structs.Fault(type="E", text="", at=1.0)),
+    "a rank has corrected something": lambda s: setattr(s.ranks[4], "note", structs.Fault(type="E", text="", at=1.0)),
+    "a rank is another process": lambda s: setattr(s.ranks[4], "incarnation", 1),
+    "a rank has saved": lambda s: setattr(s.ranks[4], "saved", 8),
+    "a rank's collective moves": lambda s: setattr(s.ranks[4], "moved", 8),
+    "a rank does nothing": lambda s: setattr(s.ranks[4], "idle", IDLE_SECONDS + 0.1),
+    "a rank is stopped by a signal": lambda s: setattr(s.ranks[4], "process", "T"),
+    "a rank is gone": lambda s: s.ranks.pop(4),
+    "the store is elsewhere": lambda s: setattr(s, "store", "n2:2"),
+    "the agent leaves": lambda s: setattr(s, "leaving", "finished"),
+    "its element is to end": lambda s: setattr(s, "noticed", True),
+    "it wants an answer": lambda s: setattr(s, "answer", True),
+    "it has heard a ping": lambda s: setattr(s, "pinged", 3),
+    "a transfer failed": lambda s: setattr(s, "unmoved", 1),
+    "a rank started cold": lambda s: setattr(s, "cold", {4: "no zygote"}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_every_other_change_is_said_whole(change):
+    status = trained(2)
+    change(status)
+    assert chooser().form(status, 1.0) is status
+
+
+def test_after_a_few_heartbeats_in_doubt_and_to_an_earlier_release_it_is_whole():
+    assert isinstance(chooser().form(trained(2), WHOLE_EVERY * PERIOD - 0.1), wire.Going)
+    assert isinstance(chooser().form(trained(2), WHOLE_EVERY * PERIOD), wire.Status)
+    heartbeats = chooser()
+    heartbeats.doubt()
+    assert isinstance(heartbeats.form(trained(2), 1.0), wire.Status)
+    heartbeats.period = 0.0
+    assert isinstance(heartbeats.form(trained(3), 1.0), wire.Status)
+
+
+def test_what_ranks_do_after_a_whole_status_does_not_change_what_it_said():
+    heartbeats, status = Heartbeats(), trained()
+    heartbeats.period = PERIOD
+    heartbeats.form(status, 0.0)
+    status.ranks[4].state = "stopped"
+    again = copy.copy(status)
+    again.number = 2
+    assert heartbeats.form(again, 1.0) is again
+
+
+def view() -> AgentView:
+    return AgentView("1", 2, "a", "n2", (b"r",), list(SLOTS), 0.0)
+
+
+steps = st.fixed_dictionaries(
+    {
+        "lost": st.booleans(),
+        "slot": st.sampled_from(SLOTS),
+        "change": st.sampled_from(["iteration", "phase", "stop", "run", "save", "nothing"]),
+        "seconds": st.sampled_from([0.2, 1.0, 11.0]),
+    }
+)
+
+
+@given(st.lists(steps, max_size=25))
+def test_whatever_is_lost_the_controller_knows_what_the_last_message_told(course):
+    """It knows it at once, or asks for a whole status."""
+    heartbeats, known, now, status = Heartbeats(), view(), 0.0, trained()
+    heartbeats.period = PERIOD
+    for number, step in enumerate(course, start=1):
+        now += step["seconds"]
+        rank = status.ranks[step["slot"]]
+        match step["change"]:
+            case "iteration":
+                rank.iteration += 1
+            case "phase":
+                rank.phase = "reducing" if rank.phase == "computing" else "computing"
+            case "stop":
+                rank.state = "stopped"
+            case "run":
+                rank.state = "running"
+            case "save":
+                rank.saved += 1
+        rank.changed, status.number = now, number
+        message = sent(heartbeats.form(status, now))
+        if step["lost"]:
+            continue
+        if isinstance(message, wire.Going):
+            if known.on_going(message, now) is None:
+                heartbeats.doubt()  # it is asked for
+                continue
+        else:
+            known.on_status(message, now)
+        for slot in SLOTS:
+            mine, theirs = status.ranks[slot], known.ranks[slot]
+            assert (theirs.state, theirs.iteration, theirs.phase, theirs.saved) == (
+                mine.state,
+                mine.iteration,
+                mine.phase,
+                mine.saved,
+            )
+        assert known.number == number and known.last_heard == now
+
+
+def test_a_late_heartbeat_changes_nothing():
+    known, heartbeats = view(), Heartbeats()
+    heartbeats.period = PERIOD
+    known.on_status(sent(heartbeats.form(trained(1), 0.0)), 0.0)
+    older, newer = (heartbeats.form(trained(number, iteration=number + 5), 0.5) for number in (2, 3))
+    assert known.on_going(sent(newer), 1.0) == list(SLOTS) and known.on_going(sent(older), 1.1) == []
+    assert {rank.iteration for rank in known.ranks.values()} == {8} and known.last_heard == 1.1
+    assert known.on_going(sent(newer), 1.2) == [] and known.progress == dict.fromkeys(SLOTS, 1.0)
