@@ -28,7 +28,7 @@ class Torchrun(Launched):
     def _options(self) -> list[str]:
         rendezvous = "is_host=0,last_call_timeout=1,join_timeout=600,keep_alive_interval=1,keep_alive_max_attempt=3"
         return [
-            f"--nnodes=1:{self.nodes}",
+            f"--nnodes=1:{self.size}",
             "--nproc-per-node=1",
             f"--max-restarts={RESTARTS}",
             "--monitor-interval=0.1",
@@ -77,7 +77,7 @@ class InProcess(Launched):
 
     def more(self, node: int) -> Mapping[str, str]:
         store = f"127.0.0.1:{self.port}"
-        world = {"RANK": str(node), "WORLD_SIZE": str(self.nodes), "LOCAL_RANK": "0", "LEADERBOARD_STORE": store}
+        world = {"RANK": str(node), "WORLD_SIZE": str(self.size), "LOCAL_RANK": "0", "LEADERBOARD_STORE": store}
         # As in its advanced_example.py: without it each access to the store logs that it waits.
         quiet = {"TORCH_CPP_LOG_LEVEL": "error"}
         return world | quiet | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
@@ -116,5 +116,5 @@ class Torchft(Launched):
             "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self.port}",
             "TORCHFT_QUORUM_RETRIES": "20",
             "REPLICA_GROUP_ID": str(node),
-            "NUM_REPLICA_GROUPS": str(self.nodes),
+            "NUM_REPLICA_GROUPS": str(self.size),
         }
