@@ -129,7 +129,7 @@ def idlers(count: int) -> Iterator[None]:
 def once(name: str, ranks: int, idle: int, limit: float, folder: Path) -> Row:
     """Return the row of one failure."""
     row, times = Row(name, ranks, idle, load=os.getloadavg()[0]), Times()
-    kind = functools.partial(SYSTEMS[name], nodes=ranks, LEADERBOARD_MICRO_BATCHES=str(ranks))
+    kind = functools.partial(SYSTEMS[name], size=ranks, LEADERBOARD_MICRO_BATCHES=str(ranks))
     try:
         SYSTEMS[name].version()
         with idlers(idle):

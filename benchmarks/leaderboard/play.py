@@ -123,7 +123,7 @@ def describe(error: BaseException) -> str:
 
 def _trains(system: System) -> bool:
     system.read()
-    return len({note.iteration for note in notes.steps(system.notes) if note.world == system.nodes}) >= WARM
+    return len({note.iteration for note in notes.steps(system.notes) if note.world == system.size}) >= WARM
 
 
 def _watch(system: System, seconds: float, done: Callable[[], bool] = lambda: False, look: float = LOOK) -> bool:
@@ -160,11 +160,11 @@ def _one_failure(system: System, failure: str, limits: Limits, observe: Observe)
     observe("before", system)
     _in_an_iteration(system)
     struck = time.time()
-    repair = FAILURES[failure](system, min(NODE, system.nodes - 1))
+    repair = FAILURES[failure](system, min(NODE, system.size - 1))
     observe("struck", system)
     recovered = _recover(system, struck, repair, limits, observe)
     micro_batches = int(system.variables.get("LEADERBOARD_MICRO_BATCHES", MICRO_BATCHES))
-    figures = notes.figures(system.notes, struck, system.nodes, micro_batches)
+    figures = notes.figures(system.notes, struck, system.size, micro_batches)
     losses = notes.losses(system.notes)
     if recovered:
         return Outcome(True, figures, losses)
@@ -181,7 +181,7 @@ def _recover(system: System, struck: float, repair: Repair | None, limits: Limit
     since = time.monotonic()
 
     def whole() -> bool:
-        steps = [note for note in notes.steps_after(system.notes, struck) if note.world == system.nodes]
+        steps = [note for note in notes.steps_after(system.notes, struck) if note.world == system.size]
         return len({note.iteration for note in steps}) > MORE and time.monotonic() > since + SETTLED
 
     def stepped() -> bool:

@@ -1,6 +1,7 @@
 """Draws the pictures of the documents as SVG: `python docs/pictures/draw.py` writes them, `--check` compares them.
 
-Figures come from docs/leaderboard.json, terminal pictures from `demo.ansi` and `status.ansi` (recorded output).
+Figures come from docs/leaderboard.json and docs/transition.json, terminal pictures from recorded output: `demo.ansi`
+and `status.ansi`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import re
 import statistics
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 HERE = Path(__file__).resolve().parent
-FIGURES = HERE.parent / "leaderboard.json"
+FIGURES, SIZES = HERE.parent / "leaderboard.json", HERE.parent / "transition.json"
 
 # Every picture stands on a card of its own, so it can be read on a light and on a dark page.
 PAPER, INK, SOFT, LINE = "#ffffff", "#1f2328", "#59636e", "#8c959f"
@@ -377,6 +379,39 @@ def leaderboard() -> Picture:
     return picture
 
 
+def transition() -> Picture:
+    """Seconds to the next step and to full strength by the number of ranks, both axes logarithmic."""
+    report = json.loads(SIZES.read_text())
+    rows = [row for row in report["details"]["rows"] if not row["idle"]]
+    colours = {name: colour for name, _, colour in SYSTEMS}
+    names, counts = (list(dict.fromkeys(row[part] for row in rows)) for part in ("system", "ranks"))
+    picture = Picture(900, 400, "Seconds from the kill of a rank, by the number of ranks")
+    picture.text(20, 30, "Seconds from the kill of a rank (logarithmic; lower is better)", 15, font_weight="bold")
+    words = f"All ranks on two cores, {report['details']['day']}, {report['commit']} (docs/transition.json)"
+    picture.text(20, 50, words, 11.5, SOFT)
+    for number, (field, head) in enumerate((("next_step", "to the next step"), ("full_strength", "to full strength"))):
+        left, bottom = 60.0 + 430 * number, 360.0
+        spans = [left + 300 * _log(count / counts[0]) / _log(max(counts[-1] / counts[0], 2)) for count in counts]
+        heights = {tick: bottom - 270 * (_log(tick) + 1) / 4 for tick in (0.1, 1.0, 10.0, 100.0, 1000.0)}
+        picture.text(left, 78, head, 13)
+        for tick, y in heights.items():
+            picture.rule(left - 8, y, left + 308, y, "#d8dee4")
+            picture.text(left - 12, y + 4, f"{tick:g}", 11, SOFT, text_anchor="end")
+        for x, count in zip(spans, counts, strict=True):
+            picture.text(x, bottom + 18, f"{count}", 11, SOFT, text_anchor="middle")
+        for name in names:
+            found = [[row[field] for row in rows if (row["system"], row["ranks"]) == (name, count)] for count in counts]
+            known = [(x, [each for each in some if each]) for x, some in zip(spans, found, strict=True)]
+            points = [(x, bottom - 270 * (_log(statistics.median(some)) + 1) / 4) for x, some in known if some]
+            for (x1, y1), (x2, y2) in pairwise(points):
+                picture.rule(x1, y1, x2, y2, colours[name], stroke_width="2")
+            for x, y in points:
+                picture.box(x - 3, y - 3, 6, 6, colours[name], "none")
+            if points:
+                picture.text(points[-1][0] + 8, points[-1][1] + 4, name, 11, colours[name])
+    return picture
+
+
 def _log(value: float) -> float:
     """The logarithm, rounded so that all platforms draw the same."""
     from math import log10
@@ -438,6 +473,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "modes": modes,
     "node-life": node_life,
     "leaderboard": leaderboard,
+    "transition": transition,
     "demo": lambda: terminal("demo", "make demo"),
     "status": lambda: terminal("status", "unicronctl top"),
 }

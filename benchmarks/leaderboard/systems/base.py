@@ -40,8 +40,8 @@ class System:
     standbys = 0
     """Nodes more than ranks, for systems that cannot train with fewer ranks."""
 
-    def __init__(self, folder: Path, nodes: int = NODES, **variables: str) -> None:
-        self.folder, self.run, self.nodes = folder, uuid.uuid4().hex, nodes
+    def __init__(self, folder: Path, size: int = NODES, **variables: str) -> None:
+        self.folder, self.run, self.size = folder, uuid.uuid4().hex, size
         self.out = folder / "notes"
         self.out.mkdir(parents=True)
         (folder / "tmp").mkdir()
@@ -79,11 +79,11 @@ class System:
 
     def begin_again(self) -> None:
         """Restart a whole job that has stopped, as an operator does."""
-        for node in range(self.nodes + self.standbys):
+        for node in range(self.size + self.standbys):
             self.power_off(node)
         self.kill_coordinator()
         self.start_coordinator()
-        for node in range(self.nodes + self.standbys):
+        for node in range(self.size + self.standbys):
             self.power_on(node)
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class Launched(System):
     def start(self) -> None:
         self.port = free_port()
         self.start_coordinator()
-        for node in range(self.nodes + self.standbys):
+        for node in range(self.size + self.standbys):
             self.power_on(node)
 
     @property

@@ -26,7 +26,7 @@ class Torchrun(Launched):
         return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
     def _sizes(self) -> str:
-        return f"--nnodes={self.nodes if self.standbys else 1}:{self.nodes + self.standbys}"
+        return f"--nnodes={self.size if self.standbys else 1}:{self.size + self.standbys}"
 
     def _options(self) -> list[str]:
         rendezvous = "is_host=0,last_call_timeout=1,join_timeout=600,keep_alive_interval=1,keep_alive_max_attempt=3"
@@ -80,7 +80,7 @@ class InProcess(Launched):
 
     def more(self, node: int) -> Mapping[str, str]:
         store = f"127.0.0.1:{self.port}"
-        world = {"RANK": str(node), "WORLD_SIZE": str(self.nodes), "LOCAL_RANK": "0", "LEADERBOARD_STORE": store}
+        world = {"RANK": str(node), "WORLD_SIZE": str(self.size), "LOCAL_RANK": "0", "LEADERBOARD_STORE": store}
         # As in its advanced_example.py: without it each access to the store logs that it waits.
         quiet = {"TORCH_CPP_LOG_LEVEL": "error"}
         return world | quiet | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
@@ -119,7 +119,7 @@ class Torchft(Launched):
             "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self.port}",
             "TORCHFT_QUORUM_RETRIES": "20",
             "REPLICA_GROUP_ID": str(node),
-            "NUM_REPLICA_GROUPS": str(self.nodes),
+            "NUM_REPLICA_GROUPS": str(self.size),
         }
 
 

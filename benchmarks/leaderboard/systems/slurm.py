@@ -32,9 +32,9 @@ class Requeue(System):
 
     name = "slurm-requeue"
 
-    def __init__(self, folder: Path, nodes: int = NODES, **variables: str) -> None:
-        super().__init__(folder, nodes, **variables)
-        self.cluster = LocalCluster(folder / "cluster", nodes=nodes, gpus_per_node=0)
+    def __init__(self, folder: Path, size: int = NODES, **variables: str) -> None:
+        super().__init__(folder, size, **variables)
+        self.cluster = LocalCluster(folder / "cluster", nodes=size, gpus_per_node=0)
 
     def start(self) -> None:
         self.cluster.up()
@@ -44,7 +44,7 @@ class Requeue(System):
         self._submit()
 
     def _submit(self) -> None:
-        options = [f"-N{self.nodes}", "--ntasks-per-node=1", "--exclusive", "--requeue", "--open-mode=append"]
+        options = [f"-N{self.size}", "--ntasks-per-node=1", "--exclusive", "--requeue", "--open-mode=append"]
         command = ["sbatch", "--parsable", *options, f"--output={self.folder}/job.log"]
         self._slurm(*command, str(self.folder / "job.sh"))
 

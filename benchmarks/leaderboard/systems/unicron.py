@@ -31,16 +31,16 @@ class Session(System):
 
     world: Shipped
 
-    def __init__(self, folder: Path, nodes: int = NODES, **variables: str) -> None:
-        super().__init__(folder, nodes, **variables)
+    def __init__(self, folder: Path, size: int = NODES, **variables: str) -> None:
+        super().__init__(folder, size, **variables)
         self.memory = Path(tempfile.mkdtemp(prefix="leaderboard-", dir="/dev/shm"))
 
     def start(self) -> None:
         place = self.folder / "unicron"
         place.mkdir()
         command = [sys.executable, str(RANKS / self.script)]
-        self.world = Shipped(place, 0, command=command, SLURM_ARRAY_TASK_COUNT=str(self.nodes), **self.variables)
-        for node in range(self.nodes):
+        self.world = Shipped(place, 0, command=command, SLURM_ARRAY_TASK_COUNT=str(self.size), **self.variables)
+        for node in range(self.size):
             self.power_on(node)
 
     def power_on(self, node: int) -> None:

@@ -43,12 +43,12 @@ def test_only_what_ran_after_the_failure_counts_and_ended_threads_take_nothing_a
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_a_system_has_as_many_nodes_as_it_is_told(name: str, tmp_path: Path) -> None:
-    system = SYSTEMS[name](tmp_path / "7", nodes=7)
-    assert system.nodes == 7 and SYSTEMS[name](tmp_path / "4").nodes == 4
+    system = SYSTEMS[name](tmp_path / "7", size=7)
+    assert system.size == 7 and SYSTEMS[name](tmp_path / "4").size == 4
 
 
 def test_the_launchers_are_told_of_all_nodes(tmp_path: Path) -> None:
-    torchrun, torchft = Torchrun(tmp_path / "a", nodes=7), Torchft(tmp_path / "b", nodes=7)
+    torchrun, torchft = Torchrun(tmp_path / "a", size=7), Torchft(tmp_path / "b", size=7)
     torchrun.port = torchft.port = 1
     assert "--nnodes=1:7" in torchrun.node(0)
     assert torchft.more(0)["NUM_REPLICA_GROUPS"] == "7"
@@ -60,7 +60,7 @@ def test_a_failure_hits_a_node_that_there_is(nodes: int, hit: int, monkeypatch) 
     monkeypatch.setitem(failures.FAILURES, "rank-kill", lambda system, node: struck.append(node))
     monkeypatch.setattr(play, "_in_an_iteration", lambda system: None)
     monkeypatch.setattr(play, "_recover", lambda *_: False)
-    system = Mock(nodes=nodes, notes=[], variables={})
+    system = Mock(size=nodes, notes=[], variables={})
     limits = play.Limits(1.0, 1.0)
     assert not play._one_failure(system, "rank-kill", limits, lambda what, _: moments.append(what)).survived
     assert (struck, moments) == ([hit], ["before", "struck"])

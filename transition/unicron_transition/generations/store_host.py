@@ -5,7 +5,7 @@ It prints `port N` and serves until its standard input closes, so that it never 
 agent's zygote, it dies with the agent anyway. It is not part of the agent because importing torch takes seconds.
 
 The import gives way to the ranks, which start at the same time and matter more. The service does not: while groups are
-built all ranks wait for it, and on a node whose cores are busy sixteen ranks would wait three times as long.
+built all ranks wait for it, and on a node whose cores are busy sixteen ranks waited twice as long.
 
 A job that heals for months forms many generations, and no rank goes back to an older one. The keys of older generations
 are removed once no new ones are added: kept groups inside a replica may still make connections under theirs.
