@@ -29,7 +29,7 @@ WAITS := $(TEST) --no-loadscope-reorder
 # The releases of torch and Megatron-core in the environment
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: help venv system system-test system-wide plugin agent-folder deb rpm manpages docs demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-packages test-matrix accept-texts lint bench storms torture gpu-check peers leaderboard clean
+.PHONY: help venv system system-test system-wide plugin agent-folder deb rpm manpages docs demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-packages test-matrix accept-texts lint bench storms torture gpu-check peers peers-debian leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -186,7 +186,18 @@ peers: $(PEERS)
 	.peers/$*/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r $<
 	touch $@
 
-leaderboard: system venv plugin peers   ## Unicron beside torchrun, torchft, NVRx and plain Slurm: the same failures, one run
+# NVRx 0.7 has wheels for glibc 2.39 and Python 3.12 and 3.14 alone: its Debian is the one of test-sid, in 6 GB.
+peers-debian:    ## as root: the peers that need a newer Debian than this one
+	tools/debian-root.sh sid make /opt/peers/nvrx/.installed
+
+# In there
+/opt/peers/%/.installed: benchmarks/leaderboard/requirements/debian/%.txt
+	apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends python3-venv
+	python3 -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-cache-dir --disable-pip-version-check $(PIP_ARGS) -r $<
+	touch $@
+
+leaderboard: system venv plugin peers   ## Unicron beside torchrun, torchft, NVRx, lm-resiliency and plain Slurm: the same failures, one run; with `make peers-debian` first also NVRx 0.7
 	$(BIN)/python -m benchmarks.leaderboard --json leaderboard.json $(LEADERBOARD_ARGS)
 
 clean:           ## removes the virtual environment, caches and build outputs

@@ -2,13 +2,16 @@
 
 Both train the same layout, model and data, and take turns (:mod:`benchmarks.cost.turns`). Megatron's sessions report to
 a stand-in of their agent. A plain module trains under real agents and a real unicrond, so the cores that those take are
-in the time, beside torch's DistributedDataParallel.
+in the time, beside torch's DistributedDataParallel. `other=FOLDER` names the checkout of another build, with its own
+.venv, whose sessions of a plain module take turns, too: the figure is what a session adds here over what it adds there.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -17,9 +20,8 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.cost import turns
-from benchmarks.cost.turns import LIMIT, Blocks, Quiet, take_turns
-from benchmarks.leaderboard.systems.unicron import Shipped
-from benchmarks.report import Report
+from benchmarks.cost.turns import HEALED, LIMIT, PLAIN, Blocks, Quiet, Train, take_turns
+from benchmarks.report import ROOT, Report
 from tests.support import rank_harness
 
 FOLDER = Path(turns.__file__).parent
@@ -28,6 +30,8 @@ SHORT = 8  # micro-batches; so few show the fixed cost
 # Without it glibc gives memory back to the system and takes it again in each micro-batch.
 MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(10**9), "MALLOC_TRIM_THRESHOLD_": str(4 * 10**9)}
 SHARDED = {"TINY_DISTOPT": "1"}
+OTHER = "other"  # the set of another build
+MOST_ADDED = 0.4  # of what a session of the build before the issue added
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -45,6 +49,8 @@ class Sizes(msgspec.Struct, frozen=True):
     """Micro-batches of an iteration of Megatron's: 32,768 tokens, for which docs/measurements.md has the reason."""
     short: bool = False
     """Measure iterations of fewer tokens, too."""
+    other: str = ""
+    """The checkout of another build, whose sessions of a plain module are measured beside ours."""
 
 
 SMALLEST = Sizes(2, 1, 2, "dp4,module-50ms", SHORT)
@@ -73,14 +79,16 @@ class Module:
     """Time of a micro-batch on a device of its own."""
     each: int
     """Iterations of a block."""
+    most: float
+    """The goal: iterations of a session over plain ones."""
 
 
 ROWS: dict[str, Layout | Module] = {
     "dp4": Layout("DP4", "1 1 1"),
     "dp2-tp2": Layout("DP2 TP2, distributed optimizer", "2 1 1", 2, SHARDED),
     "dp2-pp2": Layout("DP2 PP2, distributed optimizer", "1 2 1", 2, SHARDED),
-    "module-160ms": Module("plain module, iterations of 160 ms", 4, 0.025, 10),
-    "module-50ms": Module("plain module, iterations of 50 ms", 1, 0.030, 30),
+    "module-160ms": Module("plain module, iterations of 160 ms", 4, 0.025, 10, 1.015),
+    "module-50ms": Module("plain module, iterations of 50 ms", 1, 0.030, 30, 1.05),
 }
 
 
@@ -92,7 +100,10 @@ def measure(sizes: Sizes, report: Report) -> None:
     for name in sizes.only.split(",") if sizes.only else ROWS:
         row = ROWS[name]
         if isinstance(row, Module):
-            show(row.title, module_blocks(row, sizes), report, 1.01)
+            blocks = module_blocks(row, sizes)
+            show(row.title, blocks, report, row.most)
+            if sizes.other:
+                compare(row.title, blocks, report)
             continue
         show(row.title, layout_blocks(row, sizes, sizes.micro_batches, sizes.each), report, 1.01)
         if sizes.short:
@@ -109,33 +120,62 @@ def layout_blocks(layout: Layout, sizes: Sizes, micro_batches: int, each: int) -
 
         script, own = FOLDER / "ranks.py", {"TINY_LAYOUT": layout.shape, "TINY_MICRO_BATCHES": str(micro_batches)}
         settings = MODEL | layout.settings | own | {"TINY_SCRIPT": str(script)}
-        return take_turns(Path(folder), script, 4, (sizes.pairs, each, 2), settings, train_healed)
+        return take_turns(Path(folder), script, 4, (sizes.pairs, each, 2), settings, {HEALED: train_healed})
 
 
 def module_blocks(module: Module, sizes: Sizes) -> Blocks:
-    """Train a plain module in both ways."""
-    with (
-        tempfile.TemporaryDirectory(prefix="unicron-bench-") as folder,
-        tempfile.TemporaryDirectory(prefix="unicron-bench-", dir="/dev/shm", ignore_cleanup_errors=True) as memory,
-    ):
-        script, state = FOLDER / "plain_ranks.py", Path(folder, "unicron")
-        state.mkdir()
+    """Train a plain module in both ways, and in sessions of the other build if there is one."""
+    with tempfile.TemporaryDirectory(prefix="unicron-bench-") as folder:
+        builds = {HEALED: ROOT} | ({OTHER: Path(sizes.other).resolve()} if sizes.other else {})
+        roots: dict[str, int] = {}
 
-        def train_healed(common: dict[str, str]) -> None:
-            command = [sys.executable, str(script)]
-            with Shipped(state, sizes.ranks, command=command, UNICRON_MEMORY_DIR=memory, **common) as world:
-                assert [agent.wait(LIMIT) for agent in world.agents.values()] == [0] * sizes.ranks, world.told()
+        def trains(name: str, build: Path) -> Train:
+            return lambda common: train_world(build, Path(folder, f"{name}-world"), sizes.ranks, common, name, roots)
 
         settings = {"LEADERBOARD_DEVICE_SECONDS": str(module.device_seconds)}
         settings["LEADERBOARD_MICRO_BATCHES"] = str(module.micro_batches * sizes.ranks)
-        return take_turns(Path(folder), script, sizes.ranks, (sizes.pairs, module.each, 10), settings, train_healed)
+        counts, sessions = (sizes.pairs, module.each, 10), {name: trains(name, build) for name, build in builds.items()}
+        return take_turns(Path(folder), FOLDER / "plain_ranks.py", sizes.ranks, counts, settings, sessions, roots)
+
+
+def train_world(build: Path, state: Path, ranks: int, common: dict[str, str], name: str, roots: dict[str, int]) -> None:
+    """Train a set of sessions of a build under its agents and its unicrond. Its process is noted in `roots`."""
+    state.mkdir()
+    python = sys.executable if build == ROOT else str(build / ".venv" / "bin" / "python")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PYTHONPATH": str(build)}
+    with tempfile.TemporaryDirectory(prefix="unicron-bench-", dir="/dev/shm", ignore_cleanup_errors=True) as memory:
+        words = [str(state), str(ranks), str(build / "benchmarks" / "cost" / "plain_ranks.py")]
+        settings = json.dumps(common | {"UNICRON_MEMORY_DIR": memory})
+        process = subprocess.Popen([python, str(FOLDER / "world.py"), *words, settings], cwd=build, env=environment)
+        roots[name] = process.pid
+        try:
+            assert process.wait(LIMIT) == 0, f"the sessions of {build} failed"
+        finally:
+            process.kill()
 
 
 def show(title: str, blocks: Blocks, report: Report, most: float | None) -> None:
     """Print the ratio of neighbouring blocks, and what a session takes more."""
-    (ours, our_cpu), (theirs, their_cpu) = (zip(*blocks[kind], strict=True) for kind in ("healed", "plain"))
-    more = 1e3 * statistics.median(a - b for a, b in zip(ours, theirs, strict=True))
-    busy = statistics.median(a / b for a, b in zip(our_cpu, their_cpu, strict=True))
-    report.row(title, 1e3 * statistics.median(theirs), more, f"{busy:.4f}", label=60, width=10, digits=1)
+    ours, theirs = blocks[HEALED], blocks[PLAIN]
+    more = 1e3 * statistics.median(a.wall - b.wall for a, b in zip(ours, theirs, strict=True))
+    busy = statistics.median(a.ranks / b.ranks for a, b in zip(ours, theirs, strict=True))
+    plain = 1e3 * statistics.median(block.wall for block in theirs)
+    report.row(title, plain, more, f"{busy:.4f}", label=60, width=10, digits=1)
     report.details[title] = dict(blocks)
-    report.ratio(f"iteration with Unicron / plain, {title}", ours, theirs, most)
+    walls = [block.wall for block in ours], [block.wall for block in theirs]
+    report.ratio(f"iteration with Unicron / plain, {title}", *walls, most)
+
+
+def compare(title: str, blocks: Blocks, report: Report) -> None:
+    """Print what a session adds to the processor's time of an iteration, in this build over the other one."""
+    for number, of in ((1, "the ranks"), (2, "ranks, agents and unicrond")):
+        plain = [block[number] for block in blocks[PLAIN]]
+        adds = {
+            name: statistics.median(block[number] - base for block, base in zip(blocks[name], plain, strict=True))
+            for name in (HEALED, OTHER)
+        }
+        both = f"{1e3 * adds[HEALED]:.2f} and {1e3 * adds[OTHER]:.2f} ms to {1e3 * statistics.median(plain):.2f} ms"
+        report.text(f"{title}, {of}: this build and the other one add {both}")
+        report.figure(f"CPU time that a session adds / other build's, {of}", adds[HEALED] / adds[OTHER], "", MOST_ADDED)
+    ours, theirs = ([block.wall for block in blocks[name]] for name in (HEALED, OTHER))
+    report.ratio(f"iteration / other build's, {title}", ours, theirs, None)

@@ -1,7 +1,7 @@
-"""Two sets of ranks take turns: each trains a block of iterations while the other waits at its gate.
+"""Sets of ranks take turns: each trains a block of iterations while the others wait at their gates.
 
-One set are sessions, the other a plain loop in processes without Unicron. So other work on the machine slows both down
-alike, and the ratio of neighbouring blocks is the cost of a session.
+One set is a plain loop in processes without Unicron, the others are sessions, of this build or of an earlier one. So
+other work on the machine slows all down alike, and the ratio of neighbouring blocks is the cost of a session.
 """
 
 from __future__ import annotations
@@ -10,17 +10,34 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from tests.support.processes import outside_slurm
 from tests.support.rank_harness import Ranks
 from tests.support.warm import Script
 
 LIMIT = 3600.0
-Blocks = dict[str, list[tuple[float, float]]]
-"""Seconds and CPU seconds of an iteration in each block, of the kinds "healed" and "plain"."""
+PLAIN, HEALED = "plain", "healed"  # kinds of ranks, and names of sets
+
+
+class Block(NamedTuple):
+    """An iteration of a set, as the mean of a block."""
+
+    wall: float
+    """Seconds."""
+    ranks: float
+    """CPU seconds of all ranks."""
+    all: float
+    """The same with their agents and the controller, if the set has a process that these descend from."""
+
+
+Blocks = dict[str, list[Block]]
+"""The blocks of each set, by its name."""
+Train = Callable[[dict[str, str]], object]
+"""Trains a set of sessions to its end, with this environment."""
 
 
 class Quiet(Ranks):
@@ -31,33 +48,63 @@ class Quiet(Ranks):
 
 
 class Turns(threading.Thread):
-    """Opens the gates of the two sets by turns, in the order a b b a."""
+    """Opens the gates of the sets by turns, in the order a b c c b a. roots: the process of which a set's agents and
+    controller descend, by the set's name."""
 
-    def __init__(self, folder: Path, pairs: int, size: int):
+    def __init__(self, folder: Path, names: list[str], pairs: int, size: int, roots: Mapping[str, int]):
         super().__init__(daemon=True)
-        self.folder, self.pairs, self.size = folder, pairs, size
-        self.blocks: Blocks = {"healed": [], "plain": []}
-        for kind in self.blocks:
-            for rank in range(self.size):
-                os.mkfifo(folder / f"{kind}.{rank}")
-        os.mkfifo(folder / "done")
+        self.folder, self.pairs, self.size, self.roots = folder, pairs, size, roots
+        self.blocks: Blocks = {name: [] for name in names}
+        for name in names:
+            (folder / name).mkdir()
+            for gate in self._gates(name):
+                os.mkfifo(gate)
+            os.mkfifo(folder / name / "done")
+
+    def _gates(self, name: str) -> list[Path]:
+        kind = PLAIN if name == PLAIN else HEALED
+        return [self.folder / name / f"{kind}.{rank}" for rank in range(self.size)]
 
     def run(self) -> None:
-        gates = {
-            kind: [open(self.folder / f"{kind}.{rank}", "wb", 0) for rank in range(self.size)] for kind in self.blocks
-        }
-        with open(self.folder / "done") as done:
-            for _ in range(2 * self.size):
-                done.readline()  # the warm-up
-            for pair in range(self.pairs):
-                for kind in ("healed", "plain") if pair % 2 == 0 else ("plain", "healed"):
-                    self.blocks[kind].append(self._block(gates[kind], done))
+        gates, done = {}, {}
+        for name in self.blocks:
+            gates[name] = [open(gate, "wb", 0) for gate in self._gates(name)]
+            done[name] = open(self.folder / name / "done")
+            for _ in range(self.size):
+                done[name].readline()  # the warm-up
+        for pair in range(self.pairs):
+            for name in list(self.blocks) if pair % 2 == 0 else list(reversed(self.blocks)):
+                self.blocks[name].append(self._block(name, gates[name], done[name]))
+        for each in done.values():
+            each.close()
 
-    def _block(self, gates: list[Any], done: IO[str]) -> tuple[float, float]:
+    def _block(self, name: str, gates: list[Any], done: IO[str]) -> Block:
+        root = self.roots.get(name)
+        before = descendants_seconds(root) if root is not None else 0.0
         for gate in gates:
             gate.write(b"x")
         ends = [json.loads(done.readline()) for _ in range(self.size)]
-        return max(end[2] for end in ends), sum(end[3] for end in ends)
+        ranks = sum(end[3] for end in ends)
+        busy = descendants_seconds(root) - before if root is not None else ranks
+        return Block(max(end[2] for end in ends), ranks, busy)
+
+
+def descendants_seconds(root: int) -> float:
+    """Return the CPU seconds of all living processes that descend from a process."""
+    parents, seconds = {}, {}
+    for entry in os.listdir("/proc"):
+        try:
+            words = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split() if entry.isdigit() else []
+        except OSError:
+            continue  # it has ended
+        if words:
+            parents[int(entry)] = int(words[1])
+            seconds[int(entry)] = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    found, added = {root}, {root}
+    while added:
+        added = {child for child, parent in parents.items() if parent in added} - found
+        found |= added
+    return sum(seconds[each] for each in found - {root} if each in seconds)
 
 
 def take_turns(
@@ -66,22 +113,26 @@ def take_turns(
     size: int,
     counts: tuple[int, int, int],
     settings: dict[str, str],
-    train_healed: Callable[[dict[str, str]], object],
+    sessions: Mapping[str, Train],
+    roots: Mapping[str, int] | None = None,
 ) -> Blocks:
-    """Let two sets of `size` ranks train `script`; `counts` are pairs of blocks, iterations a block, and of a warm-up.
-
-    `train_healed` trains the set of sessions to its end, with the environment that it gets.
-    """
-    turns = Turns(folder, counts[0], size)
+    """Let the plain ranks of `script` and the sets of `sessions`, each of `size` ranks, train by turns; `counts` are
+    pairs of blocks, iterations a block, and of a warm-up. roots: as for :class:`Turns`; may be filled meanwhile."""
+    turns = Turns(folder, [*sessions, PLAIN], counts[0], size, {} if roots is None else roots)
     turns.start()
     names = ("COST_BLOCKS", "COST_EACH", "COST_WARM_UP")
-    common = settings | {"COST_FOLDER": str(folder)} | dict(zip(names, map(str, counts), strict=True))
-    plain = start_plain(script, common, folder, size)
-    train_healed(common)
+    common = settings | dict(zip(names, map(str, counts), strict=True))
+    plain = start_plain(script, common | {"COST_FOLDER": str(folder / PLAIN)}, folder, size)
+    with ThreadPoolExecutor(len(sessions)) as pool:
+        trained = [pool.submit(train, common | {"COST_FOLDER": str(folder / name)}) for name, train in sessions.items()]
+        for each in trained:
+            each.result()
     end_plain(plain)
     turns.join(LIMIT)
     each = counts[1]
-    return {kind: [(wall / each, busy / each) for wall, busy in found] for kind, found in turns.blocks.items()}
+    return {
+        name: [Block(*(value / each for value in block)) for block in found] for name, found in turns.blocks.items()
+    }
 
 
 def start_plain(script: Path, common: dict[str, str], folder: Path, size: int) -> list[Script]:

@@ -43,7 +43,7 @@ class Repair(NamedTuple):
 
 
 def _signal(system: System, node: int, number: signal.Signals) -> None:
-    system.signal_rank(node, number)
+    system.signal_rank(system.place(node), number)
 
 
 def _node(system: System, node: int) -> Repair:
@@ -55,7 +55,7 @@ def _two(system: System, node: int) -> None:
     missed = []
     for each in (node, node ^ 2):
         try:
-            system.signal_rank(each, signal.SIGKILL)
+            system.signal_rank(system.place(each), signal.SIGKILL)
         except Missed as error:
             missed.append(error)
     if len(missed) == 2:
@@ -71,9 +71,9 @@ FAILURES: dict[str, Callable[[System, int], Repair | None]] = {
     "rank-kill": functools.partial(_signal, number=signal.SIGKILL),
     "exception": functools.partial(_signal, number=signal.SIGUSR2),
     "hang": functools.partial(_signal, number=signal.SIGSTOP),
-    "node": _node,
+    "node": lambda system, node: _node(system, system.place(node)),
     "two": _two,
-    "rank0-node": lambda system, node: _node(system, system.node_of_rank_0()),
+    "rank0-node": lambda system, node: _node(system, system.node_of_rank(0)),
     "coordinator": _coordinator,
 }
 """What strikes a system's node, by name. It raises Missed; docs/leaderboard.md describes each."""

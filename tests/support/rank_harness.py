@@ -181,7 +181,8 @@ class Ranks:
             head, message = from_rank(data)
             if isinstance(message, Step):
                 self.steps.append({**vars(message), "slot": head.slot, "incarnation": head.incarnation})
-                assert message.status is not None
+                if message.status is None:  # the rank was long between two iterations
+                    continue
                 message = message.status
             if isinstance(message, Timing):
                 self.timings.append({**vars(message), "slot": head.slot})

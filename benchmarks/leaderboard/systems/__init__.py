@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from benchmarks.leaderboard.systems.base import System
-from benchmarks.leaderboard.systems.launchers import FtLauncher, InProcess, Torchft, Torchrun
+from benchmarks.leaderboard.systems.debian import DebianFtLauncher, DebianInProcess, DebianTorchrun
+from benchmarks.leaderboard.systems.launchers import FtLauncher, InProcess, Torchft, TorchftNightly, Torchrun
+from benchmarks.leaderboard.systems.lm_resiliency import LmResiliency
 from benchmarks.leaderboard.systems.slurm import Requeue
 from benchmarks.leaderboard.systems.unicron import Restart, Session
 
 SYSTEMS: dict[str, type[System]] = {
-    system.name: system for system in (Torchrun, Torchft, InProcess, FtLauncher, Requeue, Restart, Session)
+    system.name: system
+    for system in (
+        Torchrun,
+        Torchft,
+        TorchftNightly,
+        LmResiliency,
+        InProcess,
+        FtLauncher,
+        DebianTorchrun,
+        DebianInProcess,
+        DebianFtLauncher,
+        Requeue,
+        Restart,
+        Session,
+    )
 }

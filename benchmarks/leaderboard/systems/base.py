@@ -37,6 +37,8 @@ class System:
     """The package that has its version."""
     collective = 3.0
     """Time-out of a collective in seconds; for some systems this ends a hang."""
+    standbys = 0
+    """Nodes more than ranks, for systems that cannot train with fewer ranks."""
 
     def __init__(self, folder: Path, **variables: str) -> None:
         self.folder, self.run = folder, uuid.uuid4().hex
@@ -77,11 +79,11 @@ class System:
 
     def begin_again(self) -> None:
         """Restart a whole job that has stopped, as an operator does."""
-        for node in range(NODES):
+        for node in range(NODES + self.standbys):
             self.power_off(node)
         self.kill_coordinator()
         self.start_coordinator()
-        for node in range(NODES):
+        for node in range(NODES + self.standbys):
             self.power_on(node)
 
     def close(self) -> None:
@@ -125,11 +127,15 @@ class System:
         except ProcessLookupError:
             raise Missed(f"the rank of node {node} has just ended") from None
 
-    def node_of_rank_0(self) -> int:
-        """Return the node of the process that was rank 0 at its last step."""
+    def node_of_rank(self, rank: int) -> int:
+        """Return the node of the process that was this rank at its last step."""
         nodes = {note.process: note.node for note in self.notes if note.what == "start"}
-        zeros = [note for note in notes.steps(self.notes) if note.rank == 0]
-        return nodes[zeros[-1].process]
+        some = [note for note in notes.steps(self.notes) if note.rank == rank]
+        return nodes[some[-1].process]
+
+    def place(self, node: int) -> int:
+        """Return the node that a failure of `node` hits: with standby nodes, the one that has taken its place."""
+        return self.node_of_rank(node) if self.standbys else node
 
     def logs(self, most: int = 2000) -> str:
         """Return the ends of its logs."""
@@ -154,7 +160,7 @@ class Launched(System):
     def start(self) -> None:
         self.port = free_port()
         self.start_coordinator()
-        for node in range(NODES):
+        for node in range(NODES + self.standbys):
             self.power_on(node)
 
     @property

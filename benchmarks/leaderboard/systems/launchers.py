@@ -18,6 +18,7 @@ class Torchrun(Launched):
     """
 
     name = "torchrun"
+    nodes = f"1:{NODES}"
 
     def node(self, node: int) -> Sequence[str | Path]:
         return [self.program("torchrun"), *self._options(), RANKS / "elastic.py"]
@@ -28,7 +29,7 @@ class Torchrun(Launched):
     def _options(self) -> list[str]:
         rendezvous = "is_host=0,last_call_timeout=1,join_timeout=600,keep_alive_interval=1,keep_alive_max_attempt=3"
         return [
-            f"--nnodes=1:{NODES}",
+            f"--nnodes={self.nodes}",
             "--nproc-per-node=1",
             f"--max-restarts={RESTARTS}",
             "--monitor-interval=0.1",
@@ -118,3 +119,10 @@ class Torchft(Launched):
             "REPLICA_GROUP_ID": str(node),
             "NUM_REPLICA_GROUPS": str(NODES),
         }
+
+
+class TorchftNightly(Torchft):
+    """The newest build of torchft's development."""
+
+    name = "torchft-nightly"
+    environment = package = "torchft-nightly"

@@ -1,14 +1,17 @@
-"""A rank's connection to its agent, in a thread of its own, so that messages flow while the main thread is stuck in a
-collective.
+"""A rank's connection to its agent. A thread of its own receives, so that messages come while the main thread is stuck
+in a collective.
 
-Messages go over a ZeroMQ Unix socket, which the thread owns; the main thread only puts messages into a queue. The
-thread looks up mere progress of the main thread by itself, because each message wakes a thread here and a process
-there, just when all ranks of a job continue together.
+Messages go over a ZeroMQ Unix socket, which is used under a lock. The main thread sends by itself unless the thread has
+the lock just then: waking the thread would take several times as long, just when all ranks of a job go on together. For
+the same reason the report of a step goes with the status that follows it, and the thread looks up mere progress of the
+main thread by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import sys
 import threading
 import time
@@ -25,10 +28,18 @@ from unicron_detector.failures.classify import default_classifier
 from unicron_detector.failures.root_cause import one_line
 from unicron_detector.processes import rank_messages, stacks
 from unicron_detector.processes.log_format import log_line
-from unicron_detector.processes.rank_messages import CollectiveProgress, Fault, FromRank, Inject, Status, ToRank
+from unicron_detector.processes.rank_messages import (
+    CollectiveProgress,
+    Fault,
+    FromRank,
+    Inject,
+    Status,
+    Step,
+    ToRank,
+)
 
 LINGER_MS = 1000  # the end of a process waits this long for its last messages
-PROGRESS_SECONDS = 0.2  # between a message and a report of mere progress
+PROGRESS_SECONDS = 0.2  # between a message and a report of mere progress; and for which a step waits for a status
 QUIET_SECONDS = 0.5  # between two calls of `on_quiet`
 MAX_TRACEBACK = 8000  # characters; the end of a traceback names the error
 
@@ -46,10 +57,14 @@ class RankChannel:
         """Called in the channel's thread if the main thread has sent nothing for PROGRESS_SECONDS. Its result, if any,
         is sent."""
         self._outgoing: deque[bytes] = deque()
+        self._steps: deque[Step] = deque()  # that wait for a status
+        self._sent_at = self._seen = self._quiet_since = time.monotonic()  # the main thread's last message
+        self._fresh = True  # `on_quiet` was not called since
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
-        self._closing = False
+        self._closing = self._closed = False
         self._idle = threading.Event()
+        self._lock = threading.Lock()  # of the socket
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -70,9 +85,49 @@ class RankChannel:
         )
 
     def send(self, message: FromRank) -> None:
-        """Queue one message; never blocks, and never raises for a missing agent."""
+        """Send one message; never blocks, and never raises for a missing agent."""
+        self._take_steps(message)
         self._idle.clear()
-        self._outgoing.append(rank_messages.encode(message, self.slot, self.incarnation))
+        self._sent_at = time.monotonic()
+        if self._lock.acquire(blocking=False):
+            try:
+                wake = not self._closed and self._hand_over()
+            finally:
+                self._lock.release()
+        else:
+            wake = True
+        if wake:
+            self._wake()
+
+    def send_with_status(self, step: Step) -> None:
+        """Send a step together with the next status, or after PROGRESS_SECONDS without it."""
+        self._steps.append(step)
+
+    def _take_steps(self, message: FromRank | None = None) -> None:
+        """Queue the steps that wait, and behind them the message. A status goes with the last step."""
+        waiting: list[FromRank] = []
+        with contextlib.suppress(IndexError):  # both threads take from it
+            while True:
+                waiting.append(self._steps.popleft())
+        if waiting and isinstance(message, Status) and isinstance(waiting[-1], Step):
+            waiting[-1].status = message
+        elif message is not None:
+            waiting.append(message)
+        self._outgoing.extend(rank_messages.encode(each, self.slot, self.incarnation) for each in waiting)
+
+    def _hand_over(self) -> bool:
+        """Hand the queue over to ZeroMQ, under the lock; returns whether the thread has something to do. The event by
+        which ZeroMQ would have woken it may be used up by now."""
+        try:
+            while self._outgoing:
+                self._socket.send(self._outgoing[0], zmq.NOBLOCK)
+                self._outgoing.popleft()
+            self._idle.set()
+        except zmq.Again:
+            pass  # the agent takes nothing now; the thread tries again later
+        return bool(self._socket.get(zmq.EVENTS) & zmq.POLLIN)
+
+    def _wake(self) -> None:
         try:
             os.write(self._wake_write, b"x")
         except BlockingIOError:
@@ -106,38 +161,55 @@ class RankChannel:
         """Flush and end the thread."""
         self.flush(1.0)
         self._closing = True
-        os.write(self._wake_write, b"x")
+        self._wake()
         self._thread.join(2.0 + LINGER_MS / 1000)
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
-        fresh, quiet_since = True, time.monotonic()
+        poller = select.poll()
+        poller.register(self._socket.get(zmq.FD), select.POLLIN)
+        poller.register(self._wake_read, select.POLLIN)
         while not self._closing:
             events = dict(poller.poll(int(1000 * PROGRESS_SECONDS)))
-            if not events:
-                self._send_now(self.progress)
-                if time.monotonic() - quiet_since >= QUIET_SECONDS:
-                    self._send_now(None if self.on_quiet is None else partial(self.on_quiet, fresh))
-                    fresh, quiet_since = False, time.monotonic()
             if self._wake_read in events:
-                fresh, quiet_since = True, time.monotonic()
                 os.read(self._wake_read, 4096)
-            while self._outgoing:
-                self._socket.send(self._outgoing.popleft())
-            self._idle.set()
-            while self._socket.poll(0):
-                self._deliver(self._socket.recv())
-        self._socket.close()
+            if not events:
+                self._look_after_main(time.monotonic())
+            for data in self._exchange():
+                self._deliver(data)
+        with self._lock:
+            self._closed = True
+            self._socket.close()
         self._context.term()
 
-    def _send_now(self, source: Callable[[], FromRank | None] | None) -> None:
-        """Send the source's message about the rank, if it has one."""
+    def _look_after_main(self, now: float) -> None:
+        """Queue what the main thread has not said by itself."""
+        sent = self._sent_at
+        if sent != self._seen:
+            self._seen, self._fresh, self._quiet_since = sent, True, sent
+        if self._steps:
+            self._take_steps()
+        if now - sent >= PROGRESS_SECONDS:
+            self._queue_answer(self.progress)
+        if now - self._quiet_since >= QUIET_SECONDS:
+            self._queue_answer(None if self.on_quiet is None else partial(self.on_quiet, self._fresh))
+            self._fresh, self._quiet_since = False, now
+
+    def _exchange(self) -> list[bytes]:
+        """Send what is queued, and return what has come."""
+        came = []
+        with self._lock:
+            there = self._hand_over()
+            while there:
+                came.append(self._socket.recv())
+                there = bool(self._socket.get(zmq.EVENTS) & zmq.POLLIN)
+        return came
+
+    def _queue_answer(self, source: Callable[[], FromRank | None] | None) -> None:
+        """Queue the source's message about the rank, if it has one."""
         try:
             message = source() if source is not None else None
             if message is not None:
-                self._socket.send(rank_messages.encode(message, self.slot, self.incarnation))
+                self._outgoing.append(rank_messages.encode(message, self.slot, self.incarnation))
         except Exception as error:  # the main thread changes the data meanwhile: try again next time
             _complain(f"rank {self.slot} could not say how far it is", error)
 

@@ -166,7 +166,7 @@ class CollectiveProgress:
 
 @dataclass
 class Step:
-    """A stepped iteration: the proof of its micro-batches, and the rank's status after it."""
+    """A stepped iteration: the proof of its micro-batches, and the next status of the rank, if it came soon."""
 
     kind: ClassVar[str] = "step"
     generation: int

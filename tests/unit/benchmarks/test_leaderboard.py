@@ -127,18 +127,23 @@ def test_a_stream_has_the_losses_of_its_whole_run(tmp_path, monkeypatch) -> None
 @pytest.mark.parametrize(
     "name, done, after",
     [
-        ("rank-kill", [call.signal_rank(2, signal.SIGKILL)], None),
-        ("exception", [call.signal_rank(2, signal.SIGUSR2)], None),
-        ("hang", [call.signal_rank(2, signal.SIGSTOP)], None),
-        ("two", [call.signal_rank(2, signal.SIGKILL), call.signal_rank(0, signal.SIGKILL)], None),
-        ("node", [call.power_off(2), call.power_on(2)], failures.NODE_BACK),
-        ("rank0-node", [call.node_of_rank_0(), call.power_off(3), call.power_on(3)], failures.NODE_BACK),
+        ("rank-kill", [call.place(2), call.signal_rank(4, signal.SIGKILL)], None),
+        ("exception", [call.place(2), call.signal_rank(4, signal.SIGUSR2)], None),
+        ("hang", [call.place(2), call.signal_rank(4, signal.SIGSTOP)], None),
+        (
+            "two",
+            [call.place(2), call.signal_rank(4, signal.SIGKILL), call.place(0), call.signal_rank(0, signal.SIGKILL)],
+            None,
+        ),
+        ("node", [call.place(2), call.power_off(4), call.power_on(4)], failures.NODE_BACK),
+        ("rank0-node", [call.node_of_rank(0), call.power_off(3), call.power_on(3)], failures.NODE_BACK),
         ("coordinator", [call.kill_coordinator(), call.start_coordinator()], failures.COORDINATOR_BACK),
     ],
 )
 def test_a_failure_strikes_and_returns_its_repair(name: str, done: list, after: float | None) -> None:
     system = Mock(spec=System)
-    system.node_of_rank_0.return_value = 3
+    system.node_of_rank.return_value = 3
+    system.place.side_effect = lambda node: {2: 4}.get(node, node)  # a standby has taken node 2's place
     repair = failures.FAILURES[name](system, failures.NODE)
     if repair is not None:
         repair.action()
@@ -147,6 +152,7 @@ def test_a_failure_strikes_and_returns_its_repair(name: str, done: list, after: 
 
 def test_a_failure_of_two_strikes_any_of_them_and_is_missed_without_both() -> None:
     system, missed = Mock(spec=System), failures.Missed("no rank lives on node 2")
+    system.place.side_effect = lambda node: node
     system.signal_rank.side_effect = [missed, None]
     failures.FAILURES["two"](system, failures.NODE)
     assert [each.args[0] for each in system.signal_rank.mock_calls] == [2, 0]
@@ -198,8 +204,21 @@ def test_the_stream_is_compared_in_what_was_trained_and_not_in_shares_of_each_sy
 
 
 def test_all_systems_of_the_leaderboard_are_there() -> None:
-    asked = "torchrun torchft nvrx-inprocess nvrx-launcher slurm-requeue unicron-restart unicron"
+    asked = "torchrun torchft torchft-nightly nvrx-inprocess nvrx-launcher lm-resiliency torchrun-debian"
+    asked += " nvrx-0.7-inprocess nvrx-0.7-launcher slurm-requeue unicron-restart unicron"
     assert set(SYSTEMS) == set(asked.split())
+
+
+def test_a_failure_of_a_node_hits_the_standby_that_has_taken_its_place(tmp_path) -> None:
+    """Rank 2 began on node 2, and trains on node 4 now."""
+    system = Watched(tmp_path / "run")
+    system.notes = [Note("start", 1.0, process, node=node) for process, node in [("a", 2), ("b", 4), ("c", 0)]]
+    system.notes += [
+        Note("step", at, process, rank=rank) for at, process, rank in [(2.0, "a", 2), (4.0, "b", 2), (5.0, "c", 0)]
+    ]
+    assert system.place(2) == 2 and system.node_of_rank(2) == 4
+    system.standbys = 1
+    assert system.place(2) == 4 and system.place(0) == 0
 
 
 def test_a_system_that_cannot_be_run_has_a_row_that_says_why(tmp_path, monkeypatch, snapshot) -> None:

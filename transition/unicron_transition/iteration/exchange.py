@@ -18,7 +18,7 @@ import torch.distributed as dist
 from unicron_detector.processes.rank_messages import Plan
 from unicron_transition.iteration.accumulation import PeerLost, Sum
 from unicron_transition.iteration.rank_process import Process
-from unicron_transition.seams import megatron_core
+from unicron_transition.seams import gloo, megatron_core
 
 SENT_SECONDS = 10.0  # time of a living peer to take a message of an exchange that it has begun
 SENT_TIME = timedelta(seconds=SENT_SECONDS)
@@ -119,7 +119,7 @@ class Exchange:
         if dist.get_world_size(group) == 1:
             return tensor
         if self._process.backend == "gloo":
-            largest, self._sending = largest_of_all(tensor, group)
+            largest, self._sending = gloo.exchange(lambda: largest_of_all(tensor, group))
             self._check(None, inside)
             return largest
         sent = tensor.to(self._process.device)

@@ -65,6 +65,18 @@ class Ledger:
             raise LedgerError(f"the plan for iteration {self.iteration} drops finished micro-batches {sorted(dropped)}")
         self.assigned = assigned
 
+    def proof(self, wish: float) -> list[list[float]]:
+        """Return this rank's part of the proof: four rows with a number for each micro-batch, which are counts, wishes,
+        losses and tokens. wish: this rank's own."""
+        counts, wishes, losses, tokens = ([0.0] * self.total for _ in range(4))
+        wishes[0] = wish
+        for index in self.done:
+            counts[index] += 1
+            losses[index] = float(self.losses.get(index, 0.0))
+            count = self.tokens.get(index)
+            tokens[index] = 0.0 if count is None else float(count)
+        return [counts, wishes, losses, tokens]
+
     @staticmethod
     def signature(done: Sequence[int] | None) -> float:
         """Return a number for a set of micro-batches in any order; None, for an unfinished one, has its own."""

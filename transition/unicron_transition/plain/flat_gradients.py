@@ -60,7 +60,8 @@ class Bucket:
     def attach(self) -> None:
         """Make the backward pass add to this bucket."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
+            if parameter.grad is not view:
+                parameter.grad = view
 
     def detached_parameters(self) -> Iterator[int]:
         """Yield the numbers of the parameters whose gradients are not in this bucket."""
@@ -114,7 +115,7 @@ class PlainGradients(Accumulation):
         work: Work,
     ):
         super().__init__(work)
-        self._model = model
+        self._model, self._tree = model, modules.ModuleTree(modules.original_module(model))
         self._scale = scale
         """Multiplies a loss before its backward pass (a GradScaler's)."""
         self._forward_step = forward_step
@@ -172,7 +173,7 @@ class PlainGradients(Accumulation):
         def note(gradient: torch.Tensor) -> None:
             self._task = modules.backward_pass()
 
-        if loss.requires_grad:  # otherwise torch raises an error
+        if loss.requires_grad and len(self._buckets) > 1:  # without a gradient torch raises an error
             loss.register_hook(note)
         early = last and self._passes > 0 and len(self._buckets) > 1
         self._missing = [set(map(id, bucket.parameters)) for bucket in self._buckets] if early else []
@@ -191,7 +192,7 @@ class PlainGradients(Accumulation):
         self._sums, self._missing, self._deferred = [], [], None
 
     def _compute(self, ledger: Ledger) -> None:
-        before, owed = _versions(self._model), ledger.todo()
+        before, owed = self._buffer_versions(), ledger.todo()
         for index in owed:
             self._next()
             self._begin_forward(ledger, index)
@@ -225,7 +226,7 @@ class PlainGradients(Accumulation):
     def evaluate(
         self, iteration: int, indices: Sequence[int], fetch: Callable[[int, int], Any]
     ) -> dict[int, tuple[torch.Tensor, Any]]:
-        before, results = _versions(self._model), {}
+        before, results = self._buffer_versions(), {}
         with evaluating([self._model]):
             for index in indices:
                 self._begin_evaluation(iteration, index)
@@ -245,12 +246,16 @@ class PlainGradients(Accumulation):
                 )
 
     def _check_buffers(self, before: dict[str, tuple[int, int]]) -> None:
-        changed = [name for name, version in _versions(self._model).items() if before.get(name) != version]
+        changed = [name for name, version in self._buffer_versions().items() if before.get(name) != version]
         if changed:
             raise UnsupportedLayout(
                 f"unicron can't heal {changed[0]}: a buffer that a forward pass changes depends on who computes what. "
                 "Use a layer without running statistics, or register it with persistent=False if it is a mere cache"
             )
+
+    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
+        """Return name -> numbers that change whenever the buffer does."""
+        return {name: (id(buffer), modules.version(buffer)) for name, buffer in self._tree.persistent_buffers}
 
     # ------------------------------------------------------------ reducing
     def reduce(self, ledger: Ledger, proof: torch.Tensor) -> torch.Tensor:
@@ -300,8 +305,3 @@ def _describe(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_describe, value))})"
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _versions(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
-    """Return name -> numbers that change whenever the buffer does."""
-    return {name: (id(buffer), modules.version(buffer)) for name, buffer in modules.persistent_buffers(model)}

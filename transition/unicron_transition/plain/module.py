@@ -67,9 +67,9 @@ class PlainState(TrainingState):
     """The state of a plain model."""
 
     def model_tensors(self) -> Iterator[torch.Tensor]:
-        for chunk in self.model:
-            yield from chunk.module.parameters()
-            yield from (buffer for _, buffer in modules.persistent_buffers(chunk.module))
+        for tree in self.trees:
+            yield from tree.parameters
+            yield from (buffer for _, buffer in tree.persistent_buffers)
 
 
 class PlainOptimizer:
@@ -78,6 +78,7 @@ class PlainOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, clip_grad: float | None, scaler: Any):
         self.optimizer, self._module, self._scaler = optimizer, module, scaler
+        self._tree = modules.ModuleTree(module)
         self._clip = clip_grad  # the largest norm of all gradients together, or None
         if scaler is not None:  # so that a rank without micro-batches has a scale, too
             device = next((each.device for group in optimizer.param_groups for each in group["params"]), None)
@@ -98,7 +99,7 @@ class PlainOptimizer:
     def zero_grad(self) -> None:
         """Do nothing, because gradients are zeroed with their buckets. Raises :class:`UnsupportedLayout` if the trained
         parameters have changed, which a rank that joins later would not know."""
-        now = [*(each.requires_grad for each in self._module.parameters()), *map(len, self._groups())]
+        now = [*(each.requires_grad for each in self._tree.parameters), *map(len, self._groups())]
         self._trained_first = self._trained_first or now
         if now != self._trained_first:
             raise UnsupportedLayout(

@@ -14,18 +14,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
-POLL_SECONDS = 0.005
+POLL_SECONDS = 0.02
 GRACE_SECONDS = 0.3  # time of a wait with a cut connection to end by itself, with gloo's own error
 _types: Any = _distributed_c10d.OpType  # type: ignore[attr-defined]
 MESSAGES = frozenset(map(int, (_types.SEND, _types.RECV, _types.RECVANYSOURCE)))
 _work: Any = dist.Work
 _original_wait = _work.wait
+_cut: Callable[[], bool] | None = None  # of :func:`abandon_lost_messages`
+Result = TypeVar("Result")
 
 
 class LostWait(RuntimeError):
@@ -58,15 +60,24 @@ def abandonable_connections(lost: Callable[[], bool]) -> Iterator[None]:
 
 def abandon_lost_messages(cut: Callable[[], bool]) -> None:
     """Make the main thread's waits for messages raise :class:`LostWait` GRACE_SECONDS after `cut()`."""
+    global _cut
+    _cut = cut
 
     def abandonable_wait(work: Any, *arguments: Any, **keywords: Any) -> Any:
         main = threading.current_thread() is threading.main_thread()
         if not main or int(work._get_op_type()) not in MESSAGES:
             return _original_wait(work, *arguments, **keywords)
-        error = LostWait("a message was on its way when its connection was cut")
-        return run_until(lambda: _original_wait(work, *arguments, **keywords), _CutForAWhile(cut), error)
+        return exchange(lambda: _original_wait(work, *arguments, **keywords))
 
     _work.wait = abandonable_wait
+
+
+def exchange(work: Callable[[], Result]) -> Result:
+    """Return the outcome of `work()`, which may send and receive several messages, all in one other thread. Like a
+    single wait it raises :class:`LostWait` GRACE_SECONDS after the connection was cut."""
+    if _cut is None:
+        return work()
+    return run_until(work, _CutForAWhile(_cut), LostWait("a message was on its way when its connection was cut"))
 
 
 class _CutForAWhile:

@@ -117,6 +117,9 @@ TORCH = (
     Seam("torch", "Tensor()._version", None, "whether a tensor was written to"),
     Seam("torch._C", "_cuda_getDeviceCount?", None, "answered from the device files while a zygote imports"),
     Seam("torch.nn", "Module()._non_persistent_buffers_set", None, "buffers that are mere caches are no state"),
+    Seam("torch.nn", "Module()._modules", None, "a module's tensors are looked up again only when one was replaced"),
+    Seam("torch.nn", "Module()._parameters", None, "the same"),
+    Seam("torch.nn", "Module()._buffers", None, "the same"),
     Seam("torch.nn.modules.batchnorm", "_NormBase", None, "layers with running statistics are refused"),
 )
 # Compared when a session gets its model, whose modules are imported by then.

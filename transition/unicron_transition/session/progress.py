@@ -122,24 +122,23 @@ class RankReporter:
         return self._local.reachable_states(self.next_one, self._persistence.writer())
 
     def report_step(self, phases: dict[str, float]) -> None:
-        """Report the step of the present iteration, in one message with the ledger and the status. phases: seconds of
-        its parts beside those that the gradients measure."""
+        """Report the step of the present iteration, with the ledger, in one message with the next status: mostly that
+        of the next iteration. phases: seconds of its parts beside those that the gradients measure."""
         if self._channel is None:
             return
         at, member = self._at, self._member
         first = member.slot % member.layout.size == 0  # one rank reports what all ranks of the replica have computed
-        self._channel.send(
+        self._channel.send_with_status(
             Step(
                 generation=member.generation,
                 iteration=at.ledger.iteration,
-                micro_batches=at.ledger.done if first else [],
-                computed=at.ledger.computed if first else [],
+                micro_batches=list(at.ledger.done) if first else [],
+                computed=list(at.ledger.computed) if first else [],
                 total=at.ledger.total,
                 seconds=at.seconds,
                 loss=at.loss or 0.0,
                 at=time.time(),
                 phases={**self._gradients.seconds, **phases},
-                status=member.status("running"),
             )
         )
         if member.moments:

@@ -257,16 +257,9 @@ class Training:
         same communicator. It also carries the losses, so that the job's loss does not depend on which rank computed
         what, and the requests to stop, so that all ranks with the reduced gradients agree on the end.
         """
-        proof = torch.zeros(4, self._at.ledger.total, dtype=torch.float64)
-        counts, wishes, losses, tokens = proof
-        wishes[0] = float(self._stop_agreed)
-        for index in self._at.ledger.done:
-            counts[index] += 1
-            if index in self._at.ledger.losses:
-                losses[index] = self._at.ledger.losses[index].double().cpu()
-            if (count := self._at.ledger.tokens.get(index)) is not None:
-                tokens[index] = float(count)
-        counts, wishes, losses, tokens = self._gradients.reduce(self._at.ledger, proof)
+        ledger = self._at.ledger
+        proof = torch.tensor(ledger.proof(float(self._stop_agreed)), dtype=torch.float64)
+        counts, wishes, losses, tokens = self._gradients.reduce(ledger, proof)
         Ledger.check_counts(self._at.iteration, counts.round().long().tolist())
         self._stopping = bool(wishes[0] > 0)  # not in the commit, which a rank that steps by a plan may miss
         loss = float(losses.sum()) / max(self._gradients.proven(float(tokens.sum())), 1.0)

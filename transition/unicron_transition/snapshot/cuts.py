@@ -35,12 +35,13 @@ class ImageRing:
         self._images: dict[Path, Image] = {}
         self._last: Path | None = None  # the file that this process wrote last
 
-    def write(self, key: Key, head: bytes, data_bytes: int, fill: Callable[[Image], None], needed: int = -1) -> Path:
-        """Write a whole image of this key, whose data fill(image) writes. needed: as for :meth:`reserve`. Raises
-        OSError if there is no room."""
+    def write(
+        self, key: Key, head: bytes, data_bytes: int, fill: Callable[[Image], bytes | None], needed: int = -1
+    ) -> Path:
+        """Write a whole image of this key, whose data fill(image) writes; it may return their digest. needed: as for
+        :meth:`reserve`. Raises OSError if there is no room."""
         image = self.reserve(len(head), data_bytes, needed)
-        fill(image)
-        self.finish(image, key, head, data_bytes)
+        self.finish(image, key, head, data_bytes, fill(image))
         return image.path
 
     def reserve(self, head_bytes: int, data_bytes: int, needed: int = -1) -> Image:
@@ -55,9 +56,10 @@ class ImageRing:
         image.mark_torn()
         return image
 
-    def finish(self, image: Image, key: Key, head: bytes, data_bytes: int) -> None:
-        """Mark the image as whole, after its data were written. The next image goes to another file."""
-        image.mark_whole(key, head, data_bytes)
+    def finish(self, image: Image, key: Key, head: bytes, data_bytes: int, found: bytes | None = None) -> None:
+        """Mark the image as whole, after its data were written. found: their digest if it is known. The next image goes
+        to another file."""
+        image.mark_whole(key, head, data_bytes, found)
         self._last = image.path
 
     def _next(self, needed: int) -> Path:
@@ -157,8 +159,9 @@ class Cuts:
         self._warned = False
         return ring, image
 
-    def write(self, key: Key, head: bytes, data_bytes: int, fill: Callable[[Image], None]) -> bool:
-        """Write an image of this key, whose data fill(image) writes; returns whether there was room."""
+    def write(self, key: Key, head: bytes, data_bytes: int, fill: Callable[[Image], bytes | None]) -> bool:
+        """Write an image of this key, whose data fill(image) writes, which may return their digest; returns whether
+        there was room."""
         try:
             self._ring(key.kind).write(key, head, data_bytes, fill, self.wanted.good)
         except OSError as error:

@@ -13,8 +13,9 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import xxhash
@@ -50,6 +51,11 @@ class BadImage(ValueError):
 def digest(data: Data) -> bytes:
     """Return the checksum of bytes in the host's memory. Other threads can run meanwhile."""
     return xxhash.xxh3_128_digest(data)
+
+
+def running_digest() -> Any:
+    """Return the checksum of no bytes yet, to which `update(data)` adds some; its `digest()` is that of all of them."""
+    return xxhash.xxh3_128()
 
 
 @dataclass(frozen=True)
@@ -109,11 +115,12 @@ class Image:
         """Mark the content as unusable, before it changes."""
         self._map[_STATE] = _TORN
 
-    def mark_whole(self, key: Key, head: bytes, data_bytes: int) -> bytes:
-        """Add key and head to complete data, and return their digest. Raises ValueError if they do not fit."""
+    def mark_whole(self, key: Key, head: bytes, data_bytes: int, found: bytes | None = None) -> bytes:
+        """Add key and head to complete data, and return the data's digest. found: this digest if it is known. Raises
+        ValueError if they do not fit."""
         if not self.fits(len(head), data_bytes):
             raise ValueError("the image has no room for this")
-        found = digest(self.data[:data_bytes])
+        found = found or digest(self.data[:data_bytes])
         page = bytearray(_page(key, head, self._offset, data_bytes, found))
         page[_STATE] = _TORN
         self._map[: len(page)] = bytes(page)
@@ -141,7 +148,7 @@ def _data_offset(head_bytes: int) -> int:
 
 
 def _page(key: Key, head: bytes, offset: int, data_bytes: int, data_digest: bytes) -> bytes:
-    about = msgpack.packb(asdict(key))
+    about = msgpack.packb(vars(key))
     if _KEY + len(about) > PAGE:
         raise ValueError("the image's key is too long")
     fixed = _FRONT.pack(
@@ -192,7 +199,7 @@ class ImagePage:
 
     def check_file(self) -> None:
         """Read the data from the file and check them likewise. Raises BadImage, OSError."""
-        total = xxhash.xxh3_128()
+        total = running_digest()
         with open_plain(self.path) as file:
             for piece in pieces(file, self.path, self.offset, self.data_bytes):
                 total.update(piece)

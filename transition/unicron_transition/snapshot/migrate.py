@@ -22,6 +22,7 @@ import torch.distributed as dist
 from unicron_detector.chaos.inject import injector
 from unicron_detector.processes.rank_messages import Fault
 from unicron_transition.iteration.accumulation import scalers
+from unicron_transition.seams import modules
 from unicron_transition.snapshot.model_facts import ModelFacts, model_facts
 from unicron_transition.snapshot.reading import PlainValues, number_in
 from unicron_transition.snapshot.tensor_transfer import (
@@ -62,6 +63,11 @@ class TrainingState:
     def facts(self) -> ModelFacts:
         """The facts about the model that an export needs."""
         return model_facts(self.model)
+
+    @functools.cached_property
+    def trees(self) -> list[modules.ModuleTree]:
+        """The tensors of each chunk of the model."""
+        return [modules.ModuleTree(chunk.module) for chunk in self.model]
 
     def _groups(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
@@ -177,8 +183,20 @@ class TrainingState:
 
     def model_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the model's parameters and buffers."""
-        for chunk in self.model:
-            yield from (*chunk.module.parameters(), *chunk.module.buffers())
+        for tree in self.trees:
+            yield from (*tree.parameters, *tree.buffers)
+
+    def addresses(self) -> list[int]:
+        """Return the addresses of all tensors of the state. As long as they are the same, so are the tensors."""
+        found = [tensor.data_ptr() for tensor in self.model_tensors()]
+        inner: dict[int, Any] = {}
+        for optimizer, group in () if self.sharded else self._groups():
+            inner[id(optimizer)] = optimizer
+            found += [parameter.data_ptr() for parameter in group["params"]]
+        for optimizer in inner.values():
+            kept = (value for state in optimizer.state.values() for value in state.values())
+            found += [value.data_ptr() for value in kept if isinstance(value, torch.Tensor)]
+        return found
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors of the state in a fixed order: model, main parameters if they differ, optimizer state."""

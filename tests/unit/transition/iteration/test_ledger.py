@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,3 +70,12 @@ def test_what_is_finished_is_never_owed_again():
 def test_a_signature_tells_sets_of_micro_batches_apart():
     assert Ledger.signature([3, 1]) == Ledger.signature([1, 3])
     assert len({Ledger.signature(done) for done in ([1, 3], [1], [13], [], None)}) == 5
+
+
+def test_the_proof_has_only_what_is_in_the_gradient():
+    ledger = Ledger(3, 4, [0, 2], done=[2], losses={0: torch.tensor(5.0), 2: torch.tensor(1.25)})
+    assert ledger.proof(1.0) == [[0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 1.25, 0], [0, 0, 0, 0]]
+    ledger.done, ledger.tokens = [2, 0], {0: torch.tensor(7), 2: None}
+    assert ledger.proof(0.0) == [[1, 0, 1, 0], [0, 0, 0, 0], [5, 0, 1.25, 0], [7, 0, 0, 0]]
+    ledger.drop()
+    assert ledger.proof(0.0) == [[0.0] * 4] * 4
