@@ -14,11 +14,11 @@ from benchmarks.leaderboard.systems.base import System
 from tests.support.controller import Controller
 from tests.support.jobs import Job
 
-pytestmark = [pytest.mark.process, pytest.mark.wide, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.process, pytest.mark.wide, pytest.mark.timeout(3600)]
 SYSTEMS = ("unicron", "torchrun")
 ITERATIONS = 40  # of the undisturbed run
 # A busy machine is no failure.
-PATIENT = {"START_LIMIT": 600.0, "SETTLED": 20.0, "OPERATOR": 300.0, "WARM": 5}
+PATIENT = {"START_LIMIT": 600.0, "SETTLED": 20.0, "REFERENCE_LIMIT": 1800.0, "OPERATOR": 300.0, "WARM": 5}
 COLLECTIVE_SECONDS, RECOVERY_SECONDS = 60.0, 300.0
 
 
