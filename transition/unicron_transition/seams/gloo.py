@@ -77,7 +77,9 @@ def exchange(work: Callable[[], Result]) -> Result:
     single wait it raises :class:`LostWait` GRACE_SECONDS after the connection was cut."""
     if _cut is None:
         return work()
-    return run_until(work, _CutForAWhile(_cut), LostWait("a message was on its way when its connection was cut"))
+    error = LostWait("a message was on its way when its connection was cut")
+    found: Result = run_until(work, _CutForAWhile(_cut), error)
+    return found
 
 
 class _CutForAWhile:
