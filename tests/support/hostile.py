@@ -148,12 +148,12 @@ def _struct(kind: inspect.StructType, known: Known) -> st.SearchStrategy[Any]:
                 values["v"] = HINT.number if field.required else field.default
             elif field.required or field.name in known or kind.array_like or draw(st.booleans()):
                 values[field.encode_name] = draw(drawn[field.name])
-        if "micro_batches" in values and "phases" in values:  # as long as its slots, or it is refused for that
+        if "slots" in values and "phases" in values:  # as long as its slots, or it is refused for that
             slots = values["slots"] = sorted(set(values["slots"]))
             for name, usual in {"micro_batches": [], "seconds": 0.5, "losses": None}.items():
                 values[name] = [(draw(drawn[name]) or [usual])[0] for _ in slots]
             values["phases"] = draw(st.binary(min_size=48 * len(slots), max_size=48 * len(slots)))
-            values["computed"] = dict.fromkeys(slots[:1], [0])
+            values["computed"] = {slot: [0] for slot in slots[:1]}
         elif "settings" in values and "slots" in values:  # the element's, or the message is refused for them
             count = values["settings"].setdefault("ranks_per_node", 1)
             first = values["element"] * count
