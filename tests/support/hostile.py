@@ -119,6 +119,8 @@ def inside(kind: Any, known: Known, name: str = "") -> st.SearchStrategy[Any]:
         return st.dictionaries(keys, inside(kind.value_type, known), max_size=3)
     if isinstance(kind, inspect.TupleType):
         return st.tuples(*(inside(one, known) for one in kind.item_types)).map(list)
+    if isinstance(kind, inspect.LiteralType):
+        return st.sampled_from(sorted(kind.values))
     if isinstance(kind, inspect.BoolType):
         return st.booleans()
     if isinstance(kind, inspect.NoneType):
@@ -146,7 +148,13 @@ def _struct(kind: inspect.StructType, known: Known) -> st.SearchStrategy[Any]:
                 values["v"] = HINT.number if field.required else field.default
             elif field.required or field.name in known or kind.array_like or draw(st.booleans()):
                 values[field.encode_name] = draw(drawn[field.name])
-        if "slots" in values:  # the element's, or the message is refused for them
+        if "slots" in values and "phases" in values:  # as long as its slots, or it is refused for that
+            slots = values["slots"] = sorted(set(values["slots"]))
+            for name, usual in {"micro_batches": [], "seconds": 0.5, "losses": None}.items():
+                values[name] = [(draw(drawn[name]) or [usual])[0] for _ in slots]
+            values["phases"] = draw(st.binary(min_size=48 * len(slots), max_size=48 * len(slots)))
+            values["computed"] = {slot: [0] for slot in slots[:1]}
+        elif "settings" in values and "slots" in values:  # the element's, or the message is refused for them
             count = values["settings"].setdefault("ranks_per_node", 1)
             first = values["element"] * count
             values["slots"] = list(range(first, first + count))

@@ -233,7 +233,7 @@ def test_what_is_written_of_all_jobs_of_a_user_is_bounded(monkeypatch, snapshot)
     last = begin("6")
     for _ in range(10):
         world.core.append("6", 1, records.WorldProved(reason="x" * 3_000))
-    last.status()
+    world.run(0.1)
     assert world.job("6").set_aside == snapshot
     refused = begin("7")
     assert "others of its user" in next(m.reason for m in refused.heard if isinstance(m, wire.Refusal) and not m.final)
