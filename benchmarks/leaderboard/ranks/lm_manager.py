@@ -45,17 +45,17 @@ class Manager:
         self._server = socket.create_server(("127.0.0.1", port))
         self._selector.register(self._server, selectors.EVENT_READ)
 
-    def run(self) -> None:
-        while True:
-            for key, _ in self._selector.select(0.05):
-                if key.fileobj is self._server:
-                    link = self._server.accept()[0]
-                    self._links[link] = {}
-                    self._selector.register(link, selectors.EVENT_READ)
-                else:
-                    self._read(key.fileobj)
-            self._decide(time.monotonic())
-            self._prune(time.monotonic())
+    def turn(self) -> None:
+        """Hear what is said within some milliseconds, and act."""
+        for key, _ in self._selector.select(0.05):
+            if key.fileobj is self._server:
+                link = self._server.accept()[0]
+                self._links[link] = {}
+                self._selector.register(link, selectors.EVENT_READ)
+            else:
+                self._read(key.fileobj)
+        self._decide(time.monotonic())
+        self._prune(time.monotonic())
 
     def _read(self, link: socket.socket) -> None:
         said = self._links[link]
@@ -158,4 +158,6 @@ class Manager:
 
 
 if __name__ == "__main__":
-    Manager(int(sys.argv[1]), Path(sys.argv[2])).run()
+    manager = Manager(int(sys.argv[1]), Path(sys.argv[2]))
+    while True:
+        manager.turn()
