@@ -75,12 +75,14 @@ class Manager:
             if said.get("generation") == self._generation:
                 self._topology = said["topology"]
                 self._entered.add(said["rank"])
+        if "timed_out" in said:  # it ends only when it has written its state, for which it may wait for a hung peer
+            self._on_broken(said)
 
     def _on_broken(self, said: dict[str, Any]) -> None:
         if said.get("generation") == self._generation:
             if not self._broken:
                 self._since = time.monotonic()
-            self._broken[said["rank"]] = said.get("timed_out", False)
+            self._broken.setdefault(said["rank"], said.get("timed_out", False))
 
     def _agents(self) -> set[str]:
         return {said["agent"] for said in self._links.values() if "agent" in said}

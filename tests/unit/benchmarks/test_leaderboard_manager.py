@@ -130,7 +130,6 @@ def test_the_rank_for_which_all_others_wait_is_replaced_if_there_is_a_standby(wo
     links = [Link(agent="n4")] if standby else []
     for rank in (0, 1, 3):
         world.ranks[rank].say(timed_out=True)
-        broken(world.ranks[rank])
     world.until(lambda: bool(world.plans))
     assert world.plans[0]["active"] == active and len(links) == standby
 
