@@ -38,4 +38,4 @@ calls = [path for path in package.rglob("*.py") if ".cleanup_older_than(" in pat
 print("files that call cleanup_older_than:", len(calls))
 assert not calls and hasattr(disk.DiskSerializer, "cleanup_older_than")
 PYTHON
-timeout 300 env/bin/python train.py
+timeout 900 env/bin/python train.py

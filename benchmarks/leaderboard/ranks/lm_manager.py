@@ -45,17 +45,17 @@ class Manager:
         self._server = socket.create_server(("127.0.0.1", port))
         self._selector.register(self._server, selectors.EVENT_READ)
 
-    def run(self) -> None:
-        while True:
-            for key, _ in self._selector.select(0.05):
-                if key.fileobj is self._server:
-                    link = self._server.accept()[0]
-                    self._links[link] = {}
-                    self._selector.register(link, selectors.EVENT_READ)
-                else:
-                    self._read(key.fileobj)
-            self._decide(time.monotonic())
-            self._prune(time.monotonic())
+    def turn(self) -> None:
+        """Hear what is said within some milliseconds, and act."""
+        for key, _ in self._selector.select(0.05):
+            if key.fileobj is self._server:
+                link = self._server.accept()[0]
+                self._links[link] = {}
+                self._selector.register(link, selectors.EVENT_READ)
+            else:
+                self._read(key.fileobj)
+        self._decide(time.monotonic())
+        self._prune(time.monotonic())
 
     def _read(self, link: socket.socket) -> None:
         said = self._links[link]
@@ -75,12 +75,14 @@ class Manager:
             if said.get("generation") == self._generation:
                 self._topology = said["topology"]
                 self._entered.add(said["rank"])
+        if "timed_out" in said:  # it ends only when it has written its state, for which it may wait for a hung peer
+            self._on_broken(said)
 
     def _on_broken(self, said: dict[str, Any]) -> None:
         if said.get("generation") == self._generation:
             if not self._broken:
                 self._since = time.monotonic()
-            self._broken[said["rank"]] = said.get("timed_out", False)
+            self._broken.setdefault(said["rank"], said.get("timed_out", False))
 
     def _agents(self) -> set[str]:
         return {said["agent"] for said in self._links.values() if "agent" in said}
@@ -158,4 +160,6 @@ class Manager:
 
 
 if __name__ == "__main__":
-    Manager(int(sys.argv[1]), Path(sys.argv[2])).run()
+    manager = Manager(int(sys.argv[1]), Path(sys.argv[2]))
+    while True:
+        manager.turn()

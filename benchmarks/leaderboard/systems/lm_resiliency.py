@@ -13,7 +13,7 @@ MOST_NODES = 1000  # that may ever register: each node that comes back counts
 
 
 class LmResiliency(Launched):
-    """lm-resiliency's docs/torchrun_resiliency.md, docs/api.md, and its example resiliency_cycle.
+    """lm-resiliency's *Closed-Loop Recovery for Torchrun Training*, *API Guide*, and its example resiliency_cycle.
 
     It refuses a machine that comes back, for its identity is taken: a node that was off gets a new one.
     """
