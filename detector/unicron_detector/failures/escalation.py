@@ -8,8 +8,7 @@ node's own may blame the node. The reasons: docs/design/escalation.md.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from unicron_detector.failures.escalation_table import (
     END_JOB,
@@ -122,16 +121,29 @@ class Case:
     fault: Fault
     state: State
     around: Circumstances
+    seen: int = field(init=False)
+    """The number of such failures of the slot before, within the window."""
+    stuck: Stuck = field(init=False)
+    """The faults of the job since its last iteration."""
+    mine: list[Fault] = field(init=False)
+    """The slot's faults among them, this one included."""
+    quick_deaths: list[Fault] = field(init=False)
+    """The quick deaths among them; none if this fault is not one."""
+
+    def __post_init__(self) -> None:
+        history, fault = self.history, self.fault
+        self.seen = history.same_cause(fault.job, fault.slot, fault.cause, fault.time)
+        self.stuck = history.since_progress.get(fault.job) or Stuck()
+        self.mine = [*self.stuck.slots.get(fault.slot, ()), fault]
+        quick = history.policy.is_quick
+        self.quick_deaths = [one for one in self.mine if quick(one)] if quick(fault) else []
 
     def find_event(self) -> tuple[Event, str]:
         """Return the event of the first rule that holds, and why it holds."""
-        outcomes = ((event, rule(self)) for event, rule in RULES)
-        return next((event, why) for event, why in outcomes if why is not None)
-
-    @cached_property
-    def seen(self) -> int:
-        """The number of such failures of the slot before, within the window."""
-        return self.history.same_cause(self.fault.job, self.fault.slot, self.fault.cause, self.fault.time)
+        for event, rule in RULES:
+            if (why := rule(self)) is not None:
+                return event, why
+        raise AssertionError("the last rule always holds")
 
     @property
     def acts(self) -> bool:
@@ -151,21 +163,6 @@ class Case:
     @property
     def severe(self) -> bool:
         return self.fault.severity is Severity.SEV1
-
-    @cached_property
-    def stuck(self) -> Stuck:
-        return self.history.since_progress.get(self.fault.job) or Stuck()
-
-    @cached_property
-    def mine(self) -> list[Fault]:
-        """The slot's faults since the job's last iteration, this one included."""
-        return [*self.stuck.slots.get(self.fault.slot, ()), self.fault]
-
-    @cached_property
-    def quick_deaths(self) -> list[Fault]:
-        """The quick deaths among them; none if this fault is not one."""
-        policy = self.history.policy
-        return [fault for fault in self.mine if policy.is_quick(fault)] if policy.is_quick(self.fault) else []
 
     @property
     def on_every_node(self) -> bool:

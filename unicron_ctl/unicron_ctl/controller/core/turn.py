@@ -114,13 +114,14 @@ class Turns:
         if job.phase is Phase.OFFERING:
             view.touched.update({job.element(slot) for slot in view.changed})
         memory = runtime.sensors
-        memory.odd = members.take_in_changes(view, memory.iterations.standing)
+        odd = members.take_in_changes(view, memory.iterations.standing)
         view.changed.clear()
-        for slot in memory.odd:
-            view.notice(slot, self._view.now)
-            memory.iterations.standing.on_change(view, slot)
-            runtime.on_change(view, slot)
-            view.touched.add(job.element(slot))
+        if not odd:
+            return False
+        memory.odd = view.notice_all(odd, self._view.now)
+        memory.iterations.standing.on_change(view, odd)
+        runtime.on_change(view, odd)
+        view.touched.update({slot // view.per_node for slot in odd})
         if memory.odd:
             self.run_sensors(job, When.CHANGE)
         return bool(memory.odd)

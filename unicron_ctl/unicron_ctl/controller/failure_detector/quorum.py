@@ -25,11 +25,14 @@ BETWEEN = frozenset({Phase.FORMING, Phase.BREAKING, Phase.ENTERING})  # phases i
 
 def missing_elements(view: View, job: JobState) -> list[int]:
     """Return the elements, of any generation that may still run, whose agents neither speak nor are shown dead."""
-    found = set()
-    for element, name in job.voting.everybody:
-        if _speaking(view, job, element, name) is None and not _is_dead(view, job, element, name):
-            found.add(element)
-    return sorted(found)
+    agents, doubted = view.job(job).agents, bool(view.suspicions.open)
+    silent = [
+        (element, name)
+        for element, name in job.voting.everybody
+        if doubted or (agent := agents.get(element)) is None or agent.agent != name or not agent.alive
+    ]
+    missing = (who for who in silent if _speaking(view, job, *who) is None and not _is_dead(view, job, *who))
+    return sorted({element for element, _ in missing})
 
 
 def no_majority_missing(view: View, job: JobState, missing: list[int] | None = None) -> bool:

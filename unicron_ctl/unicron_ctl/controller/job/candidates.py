@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from unicron_ctl.controller.job import spares
 from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView, keeps
-from unicron_ctl.controller.model.job_state import Identity, JobState
+from unicron_ctl.controller.model.job_state import NO_SLOT, JobState
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import View
 from unicron_transition.generations import layout
@@ -31,20 +31,27 @@ def _may_work(view: View, job: JobView, element: int) -> bool:
     return allotted is None or element in allotted
 
 
-def able(job: JobView, agent: AgentView, slot: int, forming: bool = False) -> bool:
-    """Whether the rank can enter now. forming: a stopped rank that has kept its state can enter, too."""
-    status = agent.ranks.get(slot)
-    if status is None or status.end is not None or not agent.alive or status.replica != job.replica:
-        return False
-    if status.incarnation < job.state.slot(slot).wanted or (
-        job.state.layout and status.layout != layout.parse_layout(job.state.layout).layout.text
-    ):
-        return False  # it has to start again
-    if status.state == "waiting" and job.replica == 1 and not job.state.layout:
-        return True
-    kept = status.state in CAN_ENTER or (forming and status.state == "stopped" and keeps(status))
-    gone = job.state.banished.get(slot)
-    return kept and gone != Identity(agent.agent, status.incarnation)
+def able(job: JobView, agent: AgentView, slots: Iterable[int], forming: bool = False) -> list[int]:
+    """Return those of the agent's slots whose rank can enter now. forming: a stopped rank that has kept its state can
+    enter, too."""
+    state, ranks, found = job.state, agent.ranks, list[int]()
+    if not agent.alive:
+        return found
+    size, known, banished = job.replica, state.slots, state.banished
+    text = layout.parse_layout(state.layout).layout.text if state.layout else None
+    for slot in slots:
+        status = ranks.get(slot)
+        if status is None or status.end is not None or status.replica != size:
+            continue
+        if status.incarnation < known.get(slot, NO_SLOT).wanted or (text is not None and status.layout != text):
+            continue  # it has to start again
+        if status.state == "waiting" and size == 1 and text is None:
+            found.append(slot)
+            continue
+        kept = status.state in CAN_ENTER or (forming and status.state == "stopped" and keeps(status))
+        if kept and banished.get(slot) != (agent.agent, status.incarnation):
+            found.append(slot)
+    return found
 
 
 def waiting_elements(view: View, job: JobView, forming: bool = False) -> list[int]:
@@ -64,7 +71,7 @@ def in_whole_blocks(job: JobState, elements: Iterable[int], inside: Collection[i
 
 
 def _whole(job: JobView, agent: AgentView, forming: bool = False) -> bool:
-    return agent.alive and all(able(job, agent, slot, forming) for slot in agent.slots)
+    return agent.alive and len(able(job, agent, agent.slots, forming)) == len(agent.slots)
 
 
 def forming_slots(view: View, job: JobView, whole: Sequence[int]) -> list[int]:
@@ -74,7 +81,7 @@ def forming_slots(view: View, job: JobView, whole: Sequence[int]) -> list[int]:
         return spares.formers(job, (slot for element in whole for slot in job.agents[element].slots))
     ready = (element for element in sorted(job.ready) if may_work(view, job, element))
     agents = (job.agents[element] for element in in_whole_blocks(job.state, ready))
-    return spares.formers(job, (slot for agent in agents for slot in agent.slots if able(job, agent, slot, True)))
+    return spares.formers(job, (slot for agent in agents for slot in able(job, agent, agent.slots, True)))
 
 
 def newcomers(view: View, job: JobView, delay: float) -> list[int]:
@@ -106,7 +113,7 @@ def _entering(job: JobView, agent: AgentView) -> list[int]:
     outside = [slot for slot in agent.slots if slot not in job.state.members]
     inside = job.state.mode.joins and len(outside) < len(agent.slots)
     if inside or any(status.state == "standby" for status in agent.ranks.values()):
-        return [slot for slot in outside if able(job, agent, slot)]
+        return able(job, agent, outside)
     return outside if len(outside) == len(agent.slots) and _whole(job, agent) else []
 
 
@@ -115,12 +122,11 @@ def _coming(view: View, job: JobView) -> bool:
     not been heard since the controller started."""
     if any(not known.gone and element not in job.agents for element, known in job.state.agents.items()):
         return True
-    return any(
-        agent.alive
-        and any(slot not in job.state.members and not able(job, agent, slot) for slot in agent.slots)
-        and may_work(view, job, element)
-        for element, agent in job.agents.items()
-    )
+    for element, agent in job.agents.items():
+        outside = [slot for slot in agent.slots if slot not in job.state.members] if agent.alive else []
+        if len(able(job, agent, outside)) < len(outside) and may_work(view, job, element):
+            return True
+    return False
 
 
 def remaining(members: Sequence[int], leavers: Collection[int], size: int) -> list[int]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.shared.consensus import survivors_plan
+from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_transition.generations import layout
 from unicron_transition.iteration.ledger import deal
 
 
-def decide(job: JobView) -> survivors_plan.Decision | None:
-    """The way on for the survivors that have stopped; None if none of them can go on."""
-    reports = job.reports()
+def decide(job: JobView, reports: dict[int, RankStatus] | None = None) -> survivors_plan.Decision | None:
+    """The way on for the survivors that have stopped; None if none of them can go on. reports: theirs, if known."""
+    reports = job.reports() if reports is None else reports
     if not reports:
         return None
-    total = max(status.micro_batches for status in reports.values())
-    at = max(status.iteration for status in reports.values())
+    total, at = map(max, zip(*{(status.micro_batches, status.iteration) for status in reports.values()}, strict=True))
     return survivors_plan.decide(
         reports,
         total,

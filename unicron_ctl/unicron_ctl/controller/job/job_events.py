@@ -140,7 +140,8 @@ def _too_few(view: View, job: JobView, count: int) -> bool:
 
 def _settle_from(view: View, job: JobView, coming: Sequence[int], slots: Iterable[int]) -> float:
     """Since when no other has come. A spare may have been ready for long; the others get their time all the same."""
-    arrival = max(job.agents[job.state.element(slot)].progress.get(slot, 0.0) for slot in slots)
+    agents, per_node = job.agents, job.per_node
+    arrival = max([agents[slot // per_node].progress.get(slot, 0.0) for slot in slots])
     since = mode_of(job.state).settle_from(view, job, coming, arrival)
     if not job.state.settings.spares:
         return since

@@ -20,6 +20,7 @@ from unicron_ctl.controller.model.live import look_again
 from unicron_ctl.controller.model.state_machine import Event
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication.script_states import newest_saved
+from unicron_ctl.shared.consensus.survivors_plan import Decision
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.settings.config import ControllerConfig
 from unicron_detector.words import plural
@@ -40,6 +41,8 @@ class Trigger:
     """Members that the plan takes away."""
     code: int = 0
     """With FINISHED and FAILED: the exit code of the job's agents."""
+    decision: Decision | None = None
+    """With REPORTED: how the survivors go on, if that is known already."""
 
 
 class Session:
@@ -63,11 +66,12 @@ class Session:
 
     def after_stop(self, view: View, job: JobView) -> Trigger | None:
         """The event once all survivors are at rest: they go on, if those with the training state make a replica."""
-        if nobody := _nobody(view, job):
+        nobody, decision = _nobody(view, job)
+        if nobody:
             return Trigger(Event.NOBODY, nobody)
         if not job.has_store():
             return None
-        return Trigger(Event.REPORTED, "all survivors have stopped")
+        return Trigger(Event.REPORTED, "all survivors have stopped", decision=decision)
 
     def why_exhausted(self, job: JobState) -> str:
         """Why it is useless to form another generation; empty while it is not."""
@@ -78,15 +82,17 @@ class Session:
         return Outcome()
 
 
-def _nobody(view: View, job: JobView) -> str:
-    """Why no survivor can go on; empty if some can."""
+def _nobody(view: View, job: JobView) -> tuple[str, Decision | None]:
+    """Why no survivor can go on; empty if some can. And how they go on, if that was found on the way."""
     if view.now < job.nobody_until or not job.anybody_stopped():
-        return "no member is left that has the training state"
+        return "no member is left that has the training state", None
     reports = job.reports()
-    if reports and (not any(keeps(status) for status in reports.values()) or decide(job) is not None):
-        return ""
+    if reports and not any(keeps(status) for status in reports.values()):
+        return "", None
+    if (decision := decide(job, reports)) is not None:
+        return "", decision
     job.nobody_until = look_again(view.now, len(job.state.members))
-    return "the survivors make no replica with a training state that is whole"
+    return "the survivors make no replica with a training state that is whole", None
 
 
 @dataclass

@@ -144,8 +144,10 @@ def refusal(case: Case) -> wire.Message | None:
 def _turned_off(case: Case) -> wire.Message | None:
     """Refuses a job of a partition whose mode is "off": it runs unprotected. Slurm shows the partition."""
     view, name = case.view, case.message.job
+    if case.job is not None:
+        return None
     modes = {view.config.rules(partition).mode for partition in ("", *view.config.partitions)}
-    if case.job is not None or OFF not in modes:
+    if OFF not in modes:
         return None
     if view.slurm.used and not (view.slurm.seen and view.slurm.seen.of(name)) and len(modes) > 1:
         return wire.Refusal(reason=f"Slurm does not show job {name} yet: its partition is not known")

@@ -73,9 +73,10 @@ class JobRuntime:
             self.outsiders.update(record.left)
             self.timings = {}
 
-    def on_change(self, job: JobView, slot: int) -> None:
-        if self.is_outsider(job, slot):
-            self.outsiders.add(slot)
+    def on_change(self, job: JobView, slots: Iterable[int]) -> None:
+        banished, members = job.state.banished, job.state.members
+        out = [slot for slot in slots if slot in banished or slot not in members]  # of thousands, only a few
+        self.outsiders.update(slot for slot in out if self.is_outsider(job, slot))
 
     def is_outsider(self, job: JobView, slot: int) -> bool:
         """Whether a plan went on without the slot's process, and no new one is ordered yet."""

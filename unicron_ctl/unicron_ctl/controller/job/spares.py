@@ -63,9 +63,10 @@ def entrants(view: View, job: JobView, found: Mapping[int, Sequence[int]]) -> se
 def formers(job: JobView, slots: Iterable[int]) -> list[int]:
     """The slots that form the job, of those that can: all of as many elements as wanted. Ranks that have kept a
     training state are never left out."""
-    found = job.by_element(slots)
-    wanted = job.wanted
-    if not job.state.settings.spares or len(found) <= wanted:
+    if not job.state.settings.spares:
+        return list(slots)
+    found, wanted = job.by_element(slots), job.wanted
+    if len(found) <= wanted:
         return [slot for own in found.values() for slot in own]
     statuses = {element: [status for slot in own if (status := job.status(slot))] for element, own in found.items()}
     trained = {e: max(one.iteration + (one.phase == "stepped") for one in ranks) for e, ranks in statuses.items()}

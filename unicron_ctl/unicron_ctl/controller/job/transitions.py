@@ -119,7 +119,7 @@ def _iterations_again(job: JobView) -> int:
 
 def resume_training(view: View, job: JobView, trigger: Trigger) -> Outcome:
     """Plans how the survivors, which have stopped, go on."""
-    out, state, decision = Outcome(), job.state, decide(job)
+    out, state, decision = Outcome(), job.state, trigger.decision or decide(job)
     unusable = decision.unusable if decision else dict.fromkeys(job.reports(), "its report cannot be worked with")
     if unusable:
         out.findings = [_unusable(view, job, slot, why) for slot, why in sorted(unusable.items())]
@@ -278,8 +278,9 @@ def crews(job: JobView, slots: Iterable[int]) -> list[records.Crew]:
     """The processes that are in these slots now, by agent."""
     wanted, found = set(slots), []
     for _, agent in sorted(job.agents.items()):
-        if inside := [slot for slot in agent.slots if slot in wanted and slot in agent.ranks]:
-            found.append(records.Crew(agent.agent, inside, [agent.ranks[slot].incarnation for slot in inside]))
+        ranks = agent.ranks
+        if inside := [slot for slot in agent.slots if slot in ranks and slot in wanted]:
+            found.append(records.Crew(agent.agent, inside, [ranks[slot].incarnation for slot in inside]))
     return found
 
 

@@ -195,7 +195,10 @@ def _note_former_group(job: JobState) -> None:
 def _identities(crews: Iterable[records.Crew]) -> dict[int, Identity]:
     found: dict[int, Identity] = {}
     for crew in crews:
-        found.update(zip(crew.slots, map(Identity, repeat(crew.agent), crew.incarnations), strict=True))
+        if len(set(crew.incarnations)) == 1 and len(crew.slots) == len(crew.incarnations):  # all are alike, as usual
+            found.update(dict.fromkeys(crew.slots, Identity(crew.agent, crew.incarnations[0])))
+        else:
+            found.update(zip(crew.slots, map(Identity, repeat(crew.agent), crew.incarnations), strict=True))
     return found
 
 

@@ -192,7 +192,7 @@ Voter = tuple[int, str]
 
 
 class Voting(NamedTuple):
-    """Who has a vote on how a job goes on."""
+    """The agents that have a vote on how a job goes on."""
 
     groups: tuple[frozenset[Voter], ...] = ()
     """The voters of each generation that may still run."""
@@ -200,9 +200,9 @@ class Voting(NamedTuple):
     """All of them, and the newcomers of an offer."""
 
 
-class _Derived:
-    """What follows from a job's members. It is kept until these are replaced, and is no part of the record: a saved
-    state does not hold it."""
+class _Memberships:
+    """Facts that follow from a job's members. They are kept until these are replaced, and are no part of the record: a
+    saved state does not hold them."""
 
     _inside: tuple[Mapping[int, Identity], frozenset[int]] = ({}, frozenset())
     _group: tuple[Mapping[int, Identity], dict[int, str]] = ({}, {})
@@ -210,7 +210,7 @@ class _Derived:
 
 
 @dataclass
-class JobState(_Derived):
+class JobState(_Memberships):
     """One job."""
 
     job: str

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView
-from unicron_ctl.controller.model.job_state import Identity, JobState, Phase
+from unicron_ctl.controller.model.job_state import NO_SLOT, Identity, JobState, Phase
 from unicron_ctl.controller.model.live import READY, Fence, Fetching, LastStep, ProgressWatch, Survey
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_ctl.shared.protocol.wire import Plan
 from unicron_transition.generations.layout import parse_layout
 
 AT_REST = ("stopped", "waiting", "standby")
+ENDED, GONE = ("finished", "exited"), ("exited", "left")
 PUT_BACK_SECONDS = 1.0  # a newcomer that does not acknowledge a Break by then has not got in
 
 
@@ -192,10 +193,10 @@ class JobView:
             slot: status
             for _, agent in sorted(self.agents.items())
             for slot, status in agent.ranks.items()
-            if status.state in ("stopped", "standby")
+            if (status.state == "stopped" or status.state == "standby")
             and slot in members
             and slot not in lost
-            and (slot not in came or (plan is not None and status.generation >= plan.generation))
+            and (not came or slot not in came or (plan is not None and status.generation >= plan.generation))
         }
 
     def anybody_stopped(self) -> bool:
@@ -219,7 +220,7 @@ class JobView:
         end well together.
         """
         status = self.status(slot)
-        if status is not None and status.state not in ("finished", "exited"):
+        if status is not None and status.state not in ENDED:
             return False
         if not self.state.mode.finishes_alone and self.state.phase is Phase.BREAKING:
             return False
@@ -295,47 +296,76 @@ class JobView:
     def _members_but(self, usual: str, generation: int) -> list[int]:
         """Members and joiners that are no longer in the usual state, or are in that generation already."""
         members, joining, agents = self.state.members, self.state.joining, self.agents
-        found = [
-            slot
-            for agent in agents.values()
-            for slot, rank in agent.ranks.items()
-            if (rank.state != usual or rank.generation == generation or not agent.alive)
-            and (slot in members or slot in joining)
-        ]
-        return found + [slot for slot in (*members, *joining) if slot // self.per_node not in agents]
+        found: list[int] = []
+        for agent in agents.values():
+            if agent.alive:
+                ranks = agent.ranks.items()
+                found += [slot for slot, rank in ranks if rank.state != usual or rank.generation == generation]
+            else:
+                found += agent.ranks
+        absent = {*self.state.inside, *self.state.elements(joining)} - agents.keys()
+        if absent:
+            found += [slot for slot in (*members, *joining) if slot // self.per_node in absent]
+        return [slot for slot in found if slot in members or slot in joining]
 
     def notice(self, slot: int, now: float) -> None:
         """Takes in that the slot's status or its agent changed."""
-        phase = self.state.phase
-        if slot in self.unfinished and self.finished(slot):
-            self.unfinished.discard(slot)
-        status = self.status(slot)
-        if status is not None and status.incarnation < self.state.slot(slot).wanted:
-            self.restarts.add(self.state.element(slot))  # perhaps ordered before this controller started
-        if phase is Phase.BREAKING:
-            waits = slot in self.state.members and slot not in self.state.lost
-            waits = waits and not (self.finished(slot) or self.at_rest(slot, now))
-        elif phase in (Phase.ENTERING, Phase.OFFERING):
-            plan = self.state.offer or self.state.plan
-            waits = (
-                plan is not None and slot in self._plan_members(plan.members) and not self.inside(slot, plan.generation)
-            )
-        else:
-            waits = False
-        if waits:
-            self.awaited.add(slot)
-        else:
-            self.awaited.discard(slot)
-        if status is not None and self._strays(slot, status):
-            self.strayed.add(slot)
-        else:
-            self.strayed.discard(slot)
-        self._note_stop(slot)
+        self.notice_all((slot,), now)
+
+    def notice_all(self, slots: Iterable[int], now: float) -> list[int]:
+        """Takes in that the statuses or the agents of these slots changed. Returns the slots with news for a sensor:
+        their process ended, left, says something, or is not the one that the job knows.
+
+        It is one loop, because all ranks of a large job enter and stop at once.
+        """
+        state, phase, agents, per_node = self.state, self.state.phase, self.agents, self.per_node
+        members, joining, lost, known = state.members, state.joining, state.lost, state.slots
+        breaking, awaited, stopped = phase is Phase.BREAKING, self.awaited, self.stopped
+        plan = (state.offer or state.plan) if phase in (Phase.ENTERING, Phase.OFFERING) else None
+        inside = self._plan_members(plan.members) if plan is not None else frozenset[int]()
+        generation = plan.generation if plan is not None else -1
+        news = []
+        for slot in slots:
+            agent = agents.get(slot // per_node)
+            status = agent.ranks.get(slot) if agent is not None else None
+            over = (status is None or status.state in ENDED) and self.finished(slot)
+            if over:
+                self.unfinished.discard(slot)
+            if breaking:
+                waits = slot in members and slot not in lost and not (over or self.at_rest(slot, now))
+            else:
+                runs = status is not None and status.generation == generation and status.state == "running"
+                waits = slot in inside and not (runs or over)
+            if waits:
+                awaited.add(slot)
+            else:
+                awaited.discard(slot)
+            if agent is None or status is None:
+                self.strayed.discard(slot)
+                stopped.pop(slot, None)
+                if agent is not None:
+                    news.append(slot)
+                continue
+            if status.incarnation < known.get(slot, NO_SLOT).wanted:
+                self.restarts.add(slot // per_node)  # perhaps ordered before this controller started
+            if self._strays(slot, status):
+                self.strayed.add(slot)
+            elif self.strayed:
+                self.strayed.discard(slot)
+            if status.state in AT_REST and status.broken > state.broken:
+                self._note_stop(slot, agent, status)
+            elif stopped:
+                stopped.pop(slot, None)
+            member = members.get(slot) or joining.get(slot)
+            same = member is None or (member.incarnation == status.incarnation and member.agent == agent.agent)
+            if not same or status.state in GONE or status.fault is not None or status.note is not None:
+                news.append(slot)
+        return news
 
     def _strays(self, slot: int, status: RankStatus) -> bool:
         """Whether the member took an offer while it was being withdrawn; in it, it waits for members that did not."""
         state = self.state
-        if slot not in state.members or state.plan is None or state.phase not in (Phase.RUNNING, Phase.OFFERING):
+        if state.phase not in (Phase.RUNNING, Phase.OFFERING) or slot not in state.members or state.plan is None:
             return False
         within = status.entering if status.state == "entering" else status.generation
         offered = state.offer.generation if state.offer is not None else 0
@@ -347,19 +377,12 @@ class JobView:
             self.planned = members, frozenset(members)
         return self.planned[1]
 
-    def _note_stop(self, slot: int) -> None:
-        state, agent = self.state, self.agent(slot)
-        status = agent.ranks.get(slot) if agent else None
-        here = slot in state.members or slot in state.joining
-        if (
-            here
-            and agent is not None
-            and status is not None
-            and status.state in AT_REST
-            and status.broken > state.broken  # else it obeys an earlier Break and has not got its plan yet
-            and (slot in state.members or state.offer is None or status.broken >= state.offer.generation)
-            and not self.finished(slot)
-        ):
+    def _note_stop(self, slot: int, agent: AgentView, status: RankStatus) -> None:
+        """Notes a rank at rest that obeys no Break; one that obeys an earlier one has not got its plan yet."""
+        state = self.state
+        inside = slot in state.members
+        joins = slot in state.joining and (state.offer is None or status.broken >= state.offer.generation)
+        if inside or joins:
             self.stopped[slot] = agent.progress.get(slot, agent.last_heard)
         else:
             self.stopped.pop(slot, None)

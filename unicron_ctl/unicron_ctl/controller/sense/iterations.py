@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from unicron_ctl.controller.model.finding import Finding, Source, What
-from unicron_ctl.controller.model.job_state import Identity, Phase
+from unicron_ctl.controller.model.job_state import Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.live import look_again
 from unicron_ctl.controller.model.view import Order, Outcome, View
@@ -88,21 +88,26 @@ class Standing:
                 waiting.discard(slot)
             self.moves += done <= self.upto
 
-    def on_change(self, job: JobView, slot: int) -> None:
-        """Update the progress of a member whose status or agent has changed."""
-        state, agent, status = job.state, job.agent(slot), job.status(slot)
-        if slot not in state.members:
-            self._drop(slot)
-            self.unjudged.discard(slot)
-            return
-        running = status is not None and agent is not None and agent.alive and state.plan is not None
-        if running and status is not None and agent is not None and state.plan is not None:
-            running = status.state == "running" and status.generation == state.plan.generation
-            running = running and state.members[slot] == Identity(agent.agent, status.incarnation)
-        if running and status is not None:
-            self.update_running([(slot, status)])
-        else:
+    def on_change(self, job: JobView, slots: Iterable[int]) -> None:
+        """Update the progress of members whose status or agent has changed."""
+        state, agents, per_node = job.state, job.agents, job.per_node
+        generation = state.plan.generation if state.plan is not None else -1
+        running = []
+        for slot in slots:
+            member = state.members.get(slot)
+            if member is None:
+                self._drop(slot)
+                self.unjudged.discard(slot)
+                continue
+            agent = agents.get(slot // per_node)
+            status = agent.ranks.get(slot) if agent is not None else None
+            runs = status is not None and status.state == "running" and status.generation == generation
+            if runs and agent is not None and status is not None and agent.alive:
+                if member == (agent.agent, status.incarnation):
+                    running.append((slot, status))
+                    continue
             self._stop_judging(slot)
+        self.update_running(running)
 
     def _stop_judging(self, slot: int) -> None:
         self._drop(slot)

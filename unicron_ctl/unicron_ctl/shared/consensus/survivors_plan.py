@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, cycle
 from typing import NamedTuple
 
 from unicron_ctl.shared.protocol.structs import RankStatus
@@ -113,9 +114,9 @@ def _decision(
 ) -> Decision:
     """Make the decision. again: micro-batches that other ranks have finished; only those that a member has, too, are in
     a complete gradient."""
-    have = {index for done in way.kept.values() for index in done}
+    have = set(chain.from_iterable(way.kept.values()))
     assignment = _deal_unfinished(layout.heads(members, size), way.kept, have, total)
-    reused = sum(len(done) for done in way.kept.values())
+    reused = sum(map(len, way.kept.values()))
     same = way.step is None and lost_iteration == way.iteration
     recomputed = len(again - have) if same else 0
     if way.step is not None:  # that iteration's reduce is kept, with the lost ranks' part
@@ -206,20 +207,15 @@ def _duplicates(kept: Mapping[int, Sequence[int]], size: int) -> dict[int, str]:
 
 
 def _alike(survivors: Mapping[int, RankStatus], total: int) -> _Way | None:
-    """Return the way on in the usual case, in one pass over thousands of ranks: all have stopped in one iteration
-    before its reduce was complete. None in any other case, or if a report is unusable."""
-    kept: dict[int, list[int]] = {}
-    indices: list[int] = []
-    at = next((status.iteration for status in survivors.values()), None)
-    if at is None:
+    """Return the way on in the usual case, by classes of equal reports: all have stopped in one iteration before its
+    reduce was complete. None in any other case, or if a report is unusable."""
+    classes = {(status.iteration, status.phase, bool(status.shards)) for status in survivors.values()}
+    iterations = {iteration for iteration, _, _ in classes}
+    if len(iterations) != 1 or any(phase in ("stepped", "synced") or shards for _, phase, shards in classes):
         return None
-    for slot in sorted(survivors):
-        status = survivors[slot]
-        if status.iteration != at or status.phase in ("stepped", "synced") or status.shards:
-            return None
-        kept[slot] = status.done
-        indices += status.done
-    return _Way(None, at, kept) if _indices(indices, total) else None
+    kept = {slot: survivors[slot].done for slot in sorted(survivors)}
+    sound = _indices(list(chain.from_iterable(kept.values())), total)
+    return _Way(None, iterations.pop(), kept) if sound else None
 
 
 def _usable(
@@ -315,8 +311,8 @@ def _deal_unfinished(
 ) -> dict[int, list[int]]:
     """Deal the unfinished micro-batches round-robin, so that the heads' remaining work differs by one at most."""
     assignment = {slot: list(kept.get(slot, ())) for slot in heads}
-    for place, index in enumerate(index for index in range(total) if index not in have):
-        assignment[heads[place % len(heads)]].append(index)
+    for slot, index in zip(cycle(heads), [index for index in range(total) if index not in have], strict=False):
+        assignment[slot].append(index)
     return assignment
 
 

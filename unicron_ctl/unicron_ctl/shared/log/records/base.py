@@ -6,8 +6,6 @@ people. `source` is as in a finding (:mod:`unicron_ctl.controller.model.finding`
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import msgspec
 
 from unicron_ctl.shared.protocol.ranges import TEXT
@@ -42,10 +40,14 @@ class Event(msgspec.Struct, frozen=True, dict=True):
     def kind(self) -> str:
         return self.record.kind
 
-    @cached_property
+    @property
     def payload(self) -> bytes:
-        """The record as JSON, for the limits on a job's records and for the log."""
-        return encode(self.record)
+        """The record as JSON, for the limits on a job's records and for the log. It is made once, without the lock of
+        a `cached_property`: a failure of a large job makes thousands of records."""
+        known: bytes | None = self.__dict__.get("encoded")
+        if known is None:
+            known = self.__dict__["encoded"] = encode(self.record)
+        return known
 
     def as_dict(self) -> dict[str, object]:
         """Return the event's and the record's keys as `unicronctl events` shows them."""
