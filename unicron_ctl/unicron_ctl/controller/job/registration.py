@@ -424,6 +424,7 @@ def welcome(view: View, job: JobState) -> wire.Welcome:
         layout=job.layout,
         run=f"{round(job.registered_at * 1e6):x}",
         notice_seconds=NOTICE_SHARE * view.slurm.kill_wait,
+        fence_seconds=config.fence_seconds,
     )
 
 

@@ -121,6 +121,9 @@ class Status(Message, tag="status"):
     images: Annotated[list[Image], Meta(max_length=ranges.MOST_IMAGES)] = []
     saved: Image | None = None  # the newest that a script without a session keeps in this node
     fenced: bool = False  # restart mode: its processes end by themselves if it is cut off from their world
+    lease: ranges.Seconds = 0.0  # so many seconds after the last status that the controller has answered
+    begins: ranges.Count = 0  # the generation of the world that it begins once the controller has answered this status
+    world: ranges.Port = 0  # the port that is open while this node is in its world, and refuses for ever after
     ranks: Annotated[dict[ranges.Slot, RankStatus], Meta(max_length=ranges.MOST_RANKS)] = {}
     # slot -> why its rank did not start warm
     cold: Annotated[dict[ranges.Slot, ranges.Text], Meta(max_length=ranges.MOST_RANKS)] = {}
@@ -250,6 +253,8 @@ class Welcome(Message, tag="welcome"):
     """A name that no other training on any cluster has. The job's state in memory is known by it."""
     notice_seconds: ranges.Seconds = 0.0
     """Seconds that an agent whose element has to end waits for the next boundary."""
+    fence_seconds: ranges.Seconds = 0.0
+    """Restart mode: the lease of an agent's processes; 0.0 for the default."""
 
 
 class Ping(Message, tag="ping"):
