@@ -56,7 +56,7 @@ class Stage:
 
     @property
     def nodes(self) -> list[str]:
-        return self.site.cluster.spec.node_names
+        return list(self.site.cluster.spec.node_names)
 
     def tasks(self, node: str) -> list[int]:
         """Return the processes of jobs on the node: agents, watchdogs, zygotes, ranks."""

@@ -16,7 +16,7 @@ FAULTS_EACH = 25  # of one job; then another begins
 
 def _cut(world: Worlds, chance: random.Random) -> None:
     """Cut hosts into two groups."""
-    names = ["", *(agent.node for agent in world.agents)]
+    names = ["", *(agent.node for agent in world.hosts)]
     chance.shuffle(names)
     at = chance.randrange(1, len(names))
     world.cuts |= {frozenset((one, other)) for one in names[:at] for other in names[at:]}
@@ -24,39 +24,39 @@ def _cut(world: Worlds, chance: random.Random) -> None:
 
 def _cut_from_head(world: Worlds, chance: random.Random) -> None:
     """Cut some nodes off from the head alone."""
-    for agent in chance.sample(world.agents, chance.randint(1, len(world.agents))):
+    for agent in chance.sample(world.hosts, chance.randint(1, len(world.hosts))):
         world.cuts.add(frozenset(("", agent.node)))
 
 
 def _cut_some(world: Worlds, chance: random.Random) -> None:
     """Cut random links."""
-    names = ["", *(agent.node for agent in world.agents)]
+    names = ["", *(agent.node for agent in world.hosts)]
     for _ in range(chance.randint(1, 6)):
         world.cuts.add(frozenset(chance.sample(names, 2)))
 
 
 def _lose(world: Worlds, chance: random.Random) -> None:
     """Lose packets of some hosts."""
-    for name in ["", *(agent.node for agent in world.agents)]:
+    for name in ["", *(agent.node for agent in world.hosts)]:
         if chance.random() < 0.4:
             world.lost[name] = chance.uniform(0.1, 0.98)
 
 
 def _pause_agents(world: Worlds, chance: random.Random) -> None:
     """Pause some agents; their ranks go on."""
-    for agent in chance.sample(world.agents, chance.randint(1, 2)):
+    for agent in chance.sample(world.hosts, chance.randint(1, 2)):
         agent.stopped = True
 
 
 def _pause_nodes(world: Worlds, chance: random.Random) -> None:
     """Pause all of some nodes."""
-    for agent in chance.sample(world.agents, chance.randint(1, 2)):
+    for agent in chance.sample(world.hosts, chance.randint(1, 2)):
         agent.stopped = agent.frozen = True
 
 
 def _pause_ranks(world: Worlds, chance: random.Random) -> None:
     """Pause ranks alone."""
-    for agent in chance.sample(world.agents, 1):
+    for agent in chance.sample(world.hosts, 1):
         agent.frozen = True
 
 
@@ -88,7 +88,7 @@ def heal(world: Worlds) -> None:
     world.cuts.clear()
     world.lost.clear()
     world.paused = False
-    for agent in world.agents:
+    for agent in world.hosts:
         agent.stopped = agent.frozen = False
 
 
@@ -98,6 +98,8 @@ def play(seed: int, faults: int = FAULTS_EACH) -> tuple[Worlds, Counter[str]]:
     world, done = Worlds(chance.randint(2, 6), seed), Counter[str]()
     world.go_on(5.0)
     for _ in range(faults):
+        if world.job().over:  # it has broken too often
+            break
         for fault in chance.sample(FAULTS, chance.choice((1, 1, 1, 2, 2, 3))):
             fault(world, chance)
             done[fault.__name__.strip("_")] += 1

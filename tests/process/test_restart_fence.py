@@ -15,10 +15,15 @@ import pytest
 from tests.support.controller import Controller
 from tests.support.jobs import Job, json_lines, scripted
 from tests.support.processes import is_alive, wait_for
-from unicron_ctl.shared.consensus.restart_lease import FENCE_SECONDS
 
 pytestmark = pytest.mark.process
-SETTINGS = "lease_periods = 4\nforming_settle_seconds = 1\nrestart_grace = 20\nallow_inject = true\n"
+FENCE_SECONDS = 8.0  # longer than by default, for a busy machine
+SETTINGS = f"""fence_seconds = {FENCE_SECONDS}
+lease_periods = 4
+forming_settle_seconds = 1
+restart_grace = 20
+allow_inject = true
+"""
 WRITES = """
 import json, os, time
 name = os.path.join(os.environ["OUT"], "lines." + os.environ["SLURMD_NODENAME"])

@@ -32,8 +32,7 @@ class Worlds(World):
         self.worlds: set[int] = set()
         self.lost: dict[str, float] = {}  # node ("" is the head) -> the share of its packets that are lost
         self.paused = False
-        for element in range(nodes):
-            FencedAgent(self, element)
+        self.hosts = [FencedAgent(self, element) for element in range(nodes)]
         with self.at_once():
             for agent in self.agents:
                 agent.register()
@@ -63,7 +62,7 @@ class Worlds(World):
         """Let time pass."""
         for _ in range(round(seconds / STEP)):
             self.now += STEP
-            for agent in list(self.agents):
+            for agent in self.hosts:
                 agent.turn()
             if not self.paused:
                 self.core.tick(self.now)
@@ -160,7 +159,7 @@ class FencedAgent(PlainAgent):
     # ------------------------------------------------------------ time
     def turn(self) -> None:
         """Pass one step of time."""
-        world, (slot,) = self.world, self.slots
+        world = self.world
         if self.process and not self.frozen:
             world.note_write(self, self.process)
         if self.process and self.clock >= self.held_lease.expires_at:
@@ -184,8 +183,6 @@ class FencedAgent(PlainAgent):
         if world.now >= self.due:
             self.due = world.now + world.chance.uniform(0.5, 1.0)
             self.status()
-            if self.ranks[slot].state == "waiting" and not self.process:
-                self.set(slot, changed=self.world.now)
 
     def _try_doors(self) -> None:
         late = self.clock - (self.held_lease.expires_at - FENCE_SECONDS) >= 1.5
