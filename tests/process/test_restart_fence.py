@@ -15,10 +15,15 @@ import pytest
 from tests.support.controller import Controller
 from tests.support.jobs import Job, json_lines, scripted
 from tests.support.processes import is_alive, wait_for
-from unicron_ctl.shared.consensus.restart_lease import MINORITY_SECONDS
 
 pytestmark = pytest.mark.process
-SETTINGS = "lease_periods = 4\nforming_settle_seconds = 1\nrestart_grace = 20\nallow_inject = true\n"
+FENCE_SECONDS = 8.0  # longer than by default, for a busy machine
+SETTINGS = f"""fence_seconds = {FENCE_SECONDS}
+lease_periods = 4
+forming_settle_seconds = 1
+restart_grace = 20
+allow_inject = true
+"""
 WRITES = """
 import json, os, time
 name = os.path.join(os.environ["OUT"], "lines." + os.environ["SLURMD_NODENAME"])
@@ -74,12 +79,12 @@ def test_without_the_controller_a_world_goes_on_and_a_stopped_agents_processes_e
             job.world(3, element=element)
         pids = job.pids()
         job.controller.kill()
-        time.sleep(MINORITY_SECONDS + 4.0)
+        time.sleep(FENCE_SECONDS + 4.0)
         assert all(map(is_alive, pids)), job.job.logs
         os.kill(job.job.agents[1].process.pid, signal.SIGSTOP)
         stopped = time.monotonic()
         wait_for(lambda: not is_alive(pids[1]), lambda: f"its process ends\n{job.job.logs}")
-        assert time.monotonic() - stopped < MINORITY_SECONDS + 15.0
+        assert time.monotonic() - stopped < FENCE_SECONDS + 15.0
         assert is_alive(pids[0]) and is_alive(pids[2]), job.job.logs
     finally:
         job.close()
@@ -98,6 +103,6 @@ def test_a_node_that_is_cut_off_does_not_work_beside_the_next_world(tmp_path):
         begun = next(line for line in job.lines(0) if line["generation"] == new["generation"])
         assert last["at"] < begun["at"], "it has written nothing since the new world began"
         said = job.job.agents[1].log
-        assert "the processes end" in said or "nobody has renewed their lease" in said
+        assert "the processes end" in said or "nobody has renewed their lease" in said, said
     finally:
         job.close()

@@ -27,6 +27,7 @@ CALM = """
 auth = "none"
 slurm = "none"
 lease_periods = 6
+fence_seconds = 60
 forming_settle_seconds = 80
 report_timeout = 40
 enter_timeout = 80

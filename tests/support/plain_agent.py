@@ -12,6 +12,7 @@ class PlainAgent(FakeAgent):
     """What `RestartAgent` does, at once."""
 
     restarts = True
+    lease = 30.0  # longer than by default, so that a test can be in the midst of it
 
     def __init__(self, world: World, job: str, element: int, node: str, mode: str = "restart", **more):
         super().__init__(world, job, element, node, **more)

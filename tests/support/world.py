@@ -46,6 +46,7 @@ class FakeAgent:
     """
 
     restarts = False  # its ranks are plain programs
+    lease = 0.0  # of plain programs, in seconds
     memory = False  # its node keeps images
 
     def __init__(
@@ -90,6 +91,8 @@ class FakeAgent:
         self.cut = False  # it lives, and is silent only to the controller
         self.killed = False  # its node lives, and says so
         self.fenced = self.restarts  # its processes end by themselves where it is cut off
+        self.opened = 0  # the port of its next world
+        self.begins = 0  # the generation of the world that it is about to begin
         self.number = 0
         self.heard: list[wire.Message] = []
         self.held: dict[int, wire.PlanShare] = {}
@@ -184,6 +187,9 @@ class FakeAgent:
             failing=self.failing,
             refusing=self.refusing,
             fenced=self.fenced,
+            lease=self.lease,
+            begins=self.begins,
+            world=self.opened,
             ranks={slot: copy.copy(rank) for slot, rank in self.ranks.items()},
             tables=self.held_steps,
         )

@@ -59,7 +59,7 @@ class Heartbeats:
 
 def _goes_on(whole: wire.Status, status: wire.Status) -> bool:
     """Say whether the status is like the whole one but for the progress of ranks in training."""
-    if not status.ranks or status.ranks.keys() != whole.ranks.keys():
+    if status.answer or not status.ranks or status.ranks.keys() != whole.ranks.keys():
         return False
     if any(getattr(status, name) != getattr(whole, name) for name in _ALIKE):
         return False

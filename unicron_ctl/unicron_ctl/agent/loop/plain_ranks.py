@@ -13,16 +13,17 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from unicron_ctl.agent.connections.job_environment import Place
 from unicron_ctl.agent.loop.agent import SIGTERM_SECONDS, Agent
 from unicron_ctl.agent.node.rendezvous_store import FreePort, Store
 from unicron_ctl.agent.ranks.counted import Folder, Progress
-from unicron_ctl.agent.ranks.fence import CUT_OFF, Fence
+from unicron_ctl.agent.ranks.fence import BEAT_SHARE, Fence
 from unicron_ctl.agent.ranks.ranks import STOP_SECONDS, Rank, package_path, surroundings_of, task_environment
 from unicron_ctl.agent.ranks.static_world import World, outside_the_step
+from unicron_ctl.shared.consensus.restart_lease import FENCE_SECONDS
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
 from unicron_ctl.shared.settings.limits import ORPHAN_SECONDS, PLANNED_SECONDS
 from unicron_detector.failures.classify import default_classifier
@@ -152,10 +153,11 @@ class RestartAgent(Agent):
     AGREES = False
 
     def _build(self) -> None:
+        self._fence = Fence(self._net.polling)
+        self._world = 0  # the generation of the world for which the fence's door is open; 0 before it begins
         super()._build()
         self._snapshots.copies.plain = True
         self._ending.leaves = "its processes end"
-        self._fence = Fence(self._net.polling)
         self._counted_at = 0.0
         self._began = 0.0  # when the present world's processes were started
         self._term_at = self._kill_at = 0.0
@@ -163,6 +165,8 @@ class RestartAgent(Agent):
         self._node_names: list[str] = []
         self._absence = Absence(self.place.element == 0)
         self._next: tuple[wire.Plan, float] | None = None  # a world that waits for its doors to be tried; until when
+        # ... and the status that tells the controller, and of the lease
+        self._asked: tuple[int, bool] | None = None
 
     def _make_ranks(self) -> dict[int, Rank]:
         self._pages, around = Folder(self._net.ranks.folder), surroundings_of(self.place)
@@ -205,6 +209,21 @@ class RestartAgent(Agent):
     def _on_welcome(self, message: wire.Welcome) -> None:
         self._reports.repeat_steps()  # in the status that follows
         super()._on_welcome(message)
+        self._fence.lease.seconds = message.fence_seconds or FENCE_SECONDS
+        period = min(message.heartbeat_period, self._fence.lease.seconds * BEAT_SHARE)
+        self._reports.configure(period, message.progress_seconds)
+
+    def _order_handlers(self) -> dict[type[wire.Message], Callable[[Any], object]]:
+        return {**super()._order_handlers(), wire.Pong: lambda message: self._fence.on_answer(message.number)}
+
+    def _send_status(self, leaving: str = "") -> None:
+        reports, fence = self._reports, self._fence
+        reports.fenced, reports.lease, reports.world = fence.holds, fence.lease.seconds, fence.door.port
+        reports.begins = self._next[0].generation if self._next is not None and self._asked is not None else 0
+        reports.asks = fence.may_ask() or reports.begins > 0
+        if reports.asks:
+            fence.on_question(reports.number + 1)
+        super()._send_status(leaving)
 
     def _on_plan(self, share: wire.PlanShare) -> None:
         self._shares_doors, self._node_names = share.doors, shared_plans.nodes(share)
@@ -232,16 +251,11 @@ class RestartAgent(Agent):
             if rank.status.state == "waiting" and rank.status.broken < plan.generation
         ]
         if not ready:
-            self._next = None
+            self._next = self._asked = None
             return
-        now = time.monotonic()
-        if self._next is None or self._next[0].generation != plan.generation:
-            self._next = plan, now + DOORS_SECONDS
-            self._fence.begin_world(self._shares_doors, now)
-        # So a node that is lost in the first second of a world has told the controller of its lease before.
-        if not self._fence.tried and now < self._next[1]:
+        if not self._may_begin(plan):
             return
-        self._next = None
+        self._next, self._asked, now = None, None, time.monotonic()
         world, self._began = world_of(plan, self.place, self._node_names), now
         self._store.close()
         for rank in ready:
@@ -252,11 +266,35 @@ class RestartAgent(Agent):
                 | {"UNICRON_GENERATION": str(plan.generation), **self._snapshots.memory.environment},
             )
             self.processes.attend(rank)
+        self._check_lease()
         self._store.start()
         self._send_status()
 
+    def _may_begin(self, plan: wire.Plan) -> bool:
+        """Whether the controller knows that this node begins the plan's world now, and of its lease.
+
+        It may have given this world up while the plan was on its way. So it has to answer a status that says so; from
+        then on it counts this node's processes, until they have ended or their lease is over.
+        """
+        if self._net.outbox.closed:  # the controller has given this agent up for good, and forms no other world
+            return True
+        now = time.monotonic()
+        if self._next is None or self._next[0].generation != plan.generation:
+            self._next, self._asked = (plan, now + DOORS_SECONDS), None
+            self._fence.begin_world(self._shares_doors)
+            self._world = plan.generation
+        if not self._fence.tried and now < self._next[1]:
+            return False
+        if self._asked is None or self._asked[1] != self._fence.holds:
+            self._asked = self._reports.number + 1, self._fence.holds
+            self._send_status()
+        return self._fence.answered >= self._asked[0] and not self._fence.over
+
     def _break(self, message: wire.Break) -> None:
-        self._next = None
+        self._next = self._asked = None
+        if 0 < self._world <= message.generation:
+            self._world = 0
+            self._fence.end_world()
         if any([rank.break_(message.generation) for rank in self._plain.values()]):
             now = time.monotonic()
             self._term_at = now + own_end_seconds(message, now - self._began)
@@ -322,12 +360,11 @@ class RestartAgent(Agent):
         pids = [rank.child.pid for rank in inside if rank.child is not None]
         # A controller that has given this agent up for good forms no other world of its nodes.
         closed, muted = self._net.outbox.closed, self._net.outbox.muted
-        if self._fence.check_lease(self._net.line.up or closed, muted and not closed, pids, time.monotonic()):
-            self.log.warn(CUT_OFF)
+        if why := self._fence.check_lease(muted and not closed, closed, pids):
+            self.log.warn(why)
             for rank in inside:
                 rank.kill()
         if self._reports.fenced != self._fence.holds:
-            self._reports.fenced = self._fence.holds
             self._send_status()
 
     def _tell_long_wait(self) -> None:

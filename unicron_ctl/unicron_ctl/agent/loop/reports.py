@@ -78,7 +78,6 @@ class Reports:
         self._kept: deque[tuple[float, structs.StepTable]] = deque(maxlen=MOST_KEPT)
         self._period, self._progress, self._brief = 1.0, 0.2, False  # as the controller wants them
         self._heartbeats = Heartbeats()
-        self._number = 0  # of the last status
         self.sent_at = 0.0
         """The time of the last status."""
         self.dirty = False
@@ -87,6 +86,14 @@ class Reports:
         """The number of the last Ping."""
         self.fenced = False
         """The processes end by themselves if they are cut off."""
+        self.lease, self.world = 0.0, 0
+        """Restart mode: the lease's seconds, and the port of the world's door."""
+        self.begins = 0
+        """Restart mode: the generation of the world that this node is about to begin."""
+        self.asks = False
+        """The next status asks for an answer."""
+        self.number = 0
+        """The number of the last status."""
         self.node: NodeWatch | None = None
 
     def configure(self, period: float, progress: float, brief: bool) -> None:
@@ -125,7 +132,7 @@ class Reports:
         self._send_steps(steps[:-most])
         self.sent_at, self.dirty = now, False
         self._vitals.update(self._ranks.values(), now)
-        self._number += 1
+        self.number += 1
         store = join(self._place.address, port) if port else ""
         participant, statuses = self._participant, {slot: rank.status for slot, rank in self._ranks.items()}
         participant.on_ranks(statuses, store, now)
@@ -136,12 +143,12 @@ class Reports:
                 wire.Status(
                     *self._me,
                     sent=time.time(),
-                    number=self._number,
+                    number=self.number,
                     store=store,
                     leaving=leaving,
                     noticed=noticed,
                     pinged=self.pinged,
-                    answer=participant.on_status(now),
+                    answer=participant.on_status(now) or self.asks,
                     agreed=participant.agreed,
                     over=participant.over,
                     cut=self._copies.cut.number,
@@ -153,6 +160,9 @@ class Reports:
                     images=self._copies.rows(any(rank.running for rank in self._ranks.values())),
                     saved=self._copies.newest_saved(),
                     fenced=self.fenced,
+                    lease=self.lease,
+                    begins=self.begins,
+                    world=self.world,
                     ranks=statuses,
                     cold={slot: rank.cold[:COLD_TEXT] for slot, rank in self._ranks.items() if rank.cold},
                     steps=[] if self._brief else [table.report() for table in due],

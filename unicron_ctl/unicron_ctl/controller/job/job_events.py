@@ -120,7 +120,7 @@ def _ready(view: View, job: JobView) -> Trigger | None:
         return None
     inside, expected = set(whole), view.expected_elements(state)
     coming = [e for e, a in job.agents.items() if a.alive and e not in inside and may_work(view, job, e)]
-    none_else = expected is not None and inside.issuperset(expected) and not coming
+    none_else = expected is not None and inside.issuperset(e for e in expected if not _is_gone(state, e)) and not coming
     if len(whole) >= job.wanted or none_else:
         return Trigger(Event.READY, f"{_ready_nodes(state, slots)}, as are all that are to be had", tuple(slots))
     settle, enough = _settle_seconds(view, state), len(state.elements(slots)) >= state.settings.min_nodes
@@ -129,6 +129,12 @@ def _ready(view: View, job: JobView) -> Trigger | None:
         reason = f"{_ready_nodes(state, slots)}, and no other came for {settle:g} s"
         return Trigger(Event.READY, reason, tuple(slots))
     return None
+
+
+def _is_gone(state: JobState, element: int) -> bool:
+    """Whether a node of an allocation has lost its agent: Slurm starts no other one there."""
+    record = state.agents.get(element)
+    return state.settings.allocation and record is not None and bool(record.gone)
 
 
 def _too_few(view: View, job: JobView, count: int) -> bool:

@@ -4,7 +4,7 @@ obeyed."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 
 import msgspec
@@ -16,6 +16,7 @@ from unicron_ctl.controller.model.live import look_again
 from unicron_ctl.shared.consensus.proposals import elements_of, proposers_of
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
 from unicron_ctl.shared.protocol.ranges import MOST_DOORS
+from unicron_ctl.shared.protocol.reach import door_at
 from unicron_ctl.shared.slurm.states import WORKS
 from unicron_transition.generations.layout import heads_of
 
@@ -105,26 +106,34 @@ class StandingOrders:
         complete = all(element in agents for element in self._elements)
         return [agents[element].node for element in self._elements] if complete else []
 
-    def share(self, agent: AgentView) -> wire.PlanShare:
-        """The agent's part of the plan, which must exist."""
+    def share(self, agent: AgentView, live: Mapping[int, AgentView]) -> wire.PlanShare:
+        """The agent's part of the plan, which must exist. live: the job's agents."""
         assert self.plan is not None
         peers = self.peers if agent.element in self._proposing else ()
-        doors = self._doors(agent.element) if self._job.mode.fenced else ()
+        doors = self._doors(agent.element, live) if self._job.mode.fenced else ()
         return shared_plans.share(self.plan, self.common, agent.slots, peers, self._heads, doors)
 
     @cached_property
     def _elements(self) -> list[int]:
         return elements_of(self.plan.members, self._job.per_node) if self.plan is not None else []
 
-    def _doors(self, element: int) -> list[str]:
+    def _doors(self, element: int, live: Mapping[int, AgentView]) -> list[str]:
         """Doors at which a plain world's agent checks that the others are there: all, or in a large world a part."""
         if element not in self._elements:
             return []
         at = self._elements.index(element)
         others = self._elements[at + 1 :] + self._elements[:at]
         step = max(1, -(-len(others) // MOST_DOORS))
-        records = (self._job.agents.get(other) for other in others[::step])
-        return [record.door for record in records if record is not None and record.door]
+        doors = (self._door(other, live.get(other)) for other in others[::step])
+        return [door for door in doors if door]
+
+    def _door(self, element: int, agent: AgentView | None) -> str:
+        """The element's door for its next world; that of its agent if it has no other, as in release 0.2."""
+        record = self._job.agents.get(element)
+        if record is None:
+            return ""
+        own = agent.status.world if agent is not None and agent.agent == record.agent else 0
+        return door_at(record.door.rpartition(":")[0], f":{own}") if own and record.door else record.door
 
     @cached_property
     def peers(self) -> list[structs.Peer]:
@@ -190,9 +199,9 @@ def due_orders(job: JobView, agent: AgentView, orders: StandingOrders, now: floa
         yield f"withdraw {stale}", wire.Withdraw(generation=stale, reason="another member of the offer failed")
     plan, agreed, present = orders.plan, agent.status.agreed, job.state.plan
     if plan is not None and _lacks(agent, orders.members, plan.generation):
-        yield orders.plan_key, partial(orders.share, agent)
+        yield orders.plan_key, partial(orders.share, agent, job.agents)
     elif agreed is not None and present is not None and agreed.generation <= present.generation:
-        yield f"confirm {present.generation}", partial(orders.confirmed.share, agent)
+        yield f"confirm {present.generation}", partial(orders.confirmed.share, agent, job.agents)
     if agent.element in job.restarts:
         yield from _processes(job, agent, now)
 
@@ -224,7 +233,7 @@ def _must_break(job: JobState, agent: AgentView, orders: StandingOrders) -> bool
             continue
         # A joiner of a broken offer that still waits has to hear of the Break, too, and so has every rank while the job
         # breaks.
-        if breaking or status.state in ("entering", "running"):
+        if breaking or status.state in ("entering", "running") or agent.status.begins:
             return True
     return False
 

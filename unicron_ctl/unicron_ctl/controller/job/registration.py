@@ -427,6 +427,7 @@ def welcome(view: View, job: JobState) -> wire.Welcome:
         run=f"{round(job.registered_at * 1e6):x}",
         notice_seconds=NOTICE_SHARE * view.slurm.kill_wait,
         brief=True,
+        fence_seconds=config.fence_seconds,
     )
 
 

@@ -67,6 +67,8 @@ class Fence:
     """Nodes of its world."""
     fenced: bool
     """Its processes end by themselves if the agent is cut off."""
+    lease: float = 0.0
+    """So many seconds after the last message that was answered; 0.0 as release 0.2 did it."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ from unicron_ctl.controller.model.job_state import Phase
 from unicron_ctl.controller.model.job_view import AT_REST, JobView
 from unicron_ctl.controller.model.live import ProgressWatch, look_again
 from unicron_ctl.controller.model.view import Order, Outcome, View
+from unicron_ctl.controller.sense import fencing
 from unicron_ctl.controller.sense.findings import slot_finding
 from unicron_ctl.controller.sense.patience import STOPPED_BY_SIGNAL, outside
 from unicron_ctl.controller.sense.timing import JobTimes
@@ -86,7 +87,8 @@ def check_late_to_stop(view: View, job: JobView, times: JobTimes, progress: Prog
     records that once.
     """
     out, state = Outcome(), job.state
-    if state.phase is not Phase.BREAKING or job.seconds_in_phase(view.now) <= view.config.report_timeout:
+    limit = max(view.config.report_timeout, fencing.stop_limit(view, job))
+    if state.phase is not Phase.BREAKING or job.seconds_in_phase(view.now) <= limit:
         return out
     if view.now < progress.majority_until:
         return out

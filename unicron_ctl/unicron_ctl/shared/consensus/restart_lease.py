@@ -1,19 +1,29 @@
 """Limits how long the processes of a plain world live on a node that is cut off, and how long the controller waits
 before it forms a world without them (docs/design/consensus.md, *A lease for plain programs*). Pure.
 
-Each side uses a clock that does not jump. The agent counts from the last time that it reached the controller or enough
-of its world; the controller counts from the agent's last message, and waits MARGIN_SECONDS longer, because a broken
-connection is noticed late.
+The agent counts from its last status that the controller has answered: the controller heard it later than it was sent.
+The controller counts from that agent's last message, so it needs no margin for the network, only for clocks that run
+apart and for processes that are slow to end.
 """
 
 from __future__ import annotations
 
 from unicron_ctl.shared.protocol.ranges import MOST_DOORS
+from unicron_ctl.shared.settings.limits import FENCES
 
-MINORITY_SECONDS = 20.0  # without the controller, while at most half of the world's agents answer
-PART_SECONDS = 120.0  # without the controller, while not all of the world's agents answer
-# A missing heartbeat shows a dead connection within 7 s; a loss of half the packets takes longer.
-MARGIN_SECONDS = 20.0
+FENCE_SECONDS = 5.0
+"""The lease where the controller names none: `fence_seconds` by default."""
+DOORS_SHARE = 0.5
+"""The share of the lease for which the doors of more than half of the world renew it."""
+LEAST_DOORS_SECONDS = FENCES.low * DOORS_SHARE
+PART_SECONDS = 120.0
+"""Without the controller, while more than half of the world's doors answer, but not all."""
+DRIFT = 0.1
+"""The most by which two clocks run apart: chrony may slew one by 8 %."""
+END_SECONDS = 1.0
+"""For processes that were killed to be gone, on a busy node."""
+OLD_SECONDS, OLD_PART_SECONDS = 40.0, 140.0
+"""The waits for agents of release 0.2, which name no lease: they counted from a broken connection, 20 or 120 s."""
 
 
 class Lease:
@@ -23,24 +33,27 @@ class Lease:
     controller's absence alone would end the job.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = FENCE_SECONDS) -> None:
+        self.seconds = seconds
+        """The seconds that the controller wants."""
         self._others = 0
-        self._majority_at = self._all_at = 0.0  # when more than half, and all, of the world answered last
+        self._until = self._all_at = float("-inf")  # all_at: when the controller, or all doors, answered last
         self.armed = False
 
-    def start_world(self, others: int, now: float) -> None:
-        """Begin a new world with so many other agents."""
+    def start_world(self, others: int) -> None:
+        """Begin a new world with so many other agents. What the controller has answered still counts, and nothing else:
+        the order to begin may have been on its way for long."""
         self._others, self.armed = others, False
-        self._majority_at = self._all_at = now
 
-    def on_controller(self, now: float) -> None:
-        """Note that the connection to the controller is alive."""
-        self._majority_at = self._all_at = max(self._majority_at, now)
+    def on_controller(self, sent_at: float) -> None:
+        """Note that the controller has answered a message which was sent at that time."""
+        self._until = max(self._until, sent_at + self.seconds)
+        self._all_at = max(self._all_at, sent_at)
 
-    def on_answers(self, count: int, asked_at: float) -> None:
-        """Note that `count` of the other agents answered; the first was asked at `asked_at`."""
+    def on_doors(self, count: int, asked_at: float) -> None:
+        """Note that the doors of `count` other agents were open for this world; the first was tried at `asked_at`."""
         if 2 * (count + 1) > self._others + 1:
-            self._majority_at = max(self._majority_at, asked_at)
+            self._until = max(self._until, asked_at + self.seconds * DOORS_SHARE)
             self.armed = bool(self._others)
         if count >= self._others:
             self._all_at = max(self._all_at, asked_at)
@@ -50,11 +63,23 @@ class Lease:
         """The time by which the processes have to be gone; infinity without a lease."""
         if not self.armed:
             return float("inf")
-        return min(self._majority_at + MINORITY_SECONDS, self._all_at + PART_SECONDS)
+        return min(self._until, self._all_at + PART_SECONDS)
 
 
-def seconds_to_expiry(silent: int, others: int) -> float:
-    """Return for how long after their last message the processes of `silent` agents may live, in a world with `others`
-    more agents."""
+def gone_at(heard: float, broken: float, lease: float, silent: int, others: int) -> float:
+    """Return when the processes of `silent` agents are gone, in a world with `others` more agents.
+
+    heard: the last message of one of them. broken: when the others had left the world, and with it closed their doors.
+    lease: as these agents named it; 0.0 for those of release 0.2, which named none.
+    """
     minority = silent <= others and silent + others <= MOST_DOORS
-    return (MINORITY_SECONDS if minority else PART_SECONDS) + MARGIN_SECONDS
+    if not lease:
+        return heard + (OLD_SECONDS if minority else OLD_PART_SECONDS)
+    if not minority:
+        return max(heard, broken) + on_another_clock(PART_SECONDS)
+    return max(heard + on_another_clock(lease), broken + on_another_clock(lease * DOORS_SHARE))
+
+
+def on_another_clock(seconds: float) -> float:
+    """Return after how long on one clock processes are gone that end `seconds` later on another."""
+    return seconds * (1.0 + DRIFT) + END_SECONDS

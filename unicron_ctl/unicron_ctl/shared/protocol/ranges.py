@@ -61,6 +61,7 @@ Shard = Annotated[int, Meta(ge=0, lt=MOST_SLOTS)]
 MicroBatch = Annotated[int, Meta(ge=0, lt=MOST_MICRO_BATCHES)]
 MicroBatchCount = Annotated[int, Meta(ge=0, le=MOST_MICRO_BATCHES)]
 Step = Annotated[int, Meta(ge=0, le=LAUNCHES << 32)]  # the number of Slurm's step, times LAUNCHES
+Port = Annotated[int, Meta(ge=0, le=65535)]
 Pid = Annotated[int, Meta(ge=0, le=1 << 31)]
 ExitCode = Annotated[int, Meta(ge=-255, le=255)]
 WaitStatus = Annotated[int, Meta(ge=-1, le=0xFFFF)]  # wait(2); -1: the plugin does not know it

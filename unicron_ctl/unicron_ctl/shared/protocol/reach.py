@@ -13,6 +13,7 @@ import errno
 import selectors
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 
 from unicron_ctl.shared.system.addresses import Target, listen_at, resolve, split
@@ -21,6 +22,7 @@ from unicron_detector.chaos import blackhole
 AGAIN_SECONDS = 0.1  # between two connections that are tried side by side
 NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN}  # there is no host, or no way to it
 QUEUE = 256  # connections that wait to be accepted at a door
+PAST_DOORS, DOOR_TRIES = 16, 5  # ports of earlier worlds that nobody else gets; tries to get a port
 
 
 class Reach(enum.StrEnum):
@@ -168,5 +170,44 @@ class Door:
         with contextlib.suppress(OSError):  # it did answer
             blackhole.undeafen(self._socket)
 
+    def refuse_all(self) -> socket.socket:
+        """Refuse connections from now on; return the socket, which keeps the port from others until it is closed."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        return self._socket
+
     def close(self) -> None:
         self._socket.close()
+
+
+class WorldDoor(Door):
+    """A door for one world of plain programs, with a port of its own. When this node leaves the world, its kernel
+    refuses connections there for good, so whoever still has the port knows. Raises OSError if there is no free port."""
+
+    def __init__(self) -> None:
+        self._past: deque[socket.socket] = deque()
+        self._open()
+
+    def renew(self) -> None:
+        """Leave the world, and open the door of the next one. Raises OSError."""
+        self._past.append(self.refuse_all())
+        if len(self._past) > PAST_DOORS:
+            self._past.popleft().close()
+        self._open()
+
+    def _open(self) -> None:
+        """Open a port that is chosen by number: the kernel frees one that it chose itself as soon as it is shut."""
+        for last in range(DOOR_TRIES, -1, -1):
+            with listen_at("", 1) as chosen:
+                port = int(chosen.getsockname()[1])
+            try:
+                self._socket = listen_at("", QUEUE, port)
+                break
+            except OSError:  # another process was quicker
+                if not last:
+                    raise
+        self._socket.setblocking(False)
+
+    def close(self) -> None:
+        for one in (*self._past, self._socket):
+            one.close()

@@ -123,6 +123,9 @@ class Status(Message, tag="status"):
     images: Annotated[list[Image], Meta(max_length=ranges.MOST_IMAGES)] = []
     saved: Image | None = None  # the newest that a script without a session keeps in this node
     fenced: bool = False  # restart mode: its processes end by themselves if it is cut off from their world
+    lease: ranges.Seconds = 0.0  # so many seconds after the last status that the controller has answered
+    begins: ranges.Count = 0  # the generation of the world that it begins once the controller has answered this status
+    world: ranges.Port = 0  # the port that is open while this node is in its world, and refuses for ever after
     ranks: Annotated[dict[ranges.Slot, RankStatus], Meta(max_length=ranges.MOST_RANKS)] = {}
     # slot -> why its rank did not start warm
     cold: Annotated[dict[ranges.Slot, ranges.Text], Meta(max_length=ranges.MOST_RANKS)] = {}
@@ -271,6 +274,8 @@ class Welcome(Message, tag="welcome"):
     notice_seconds: ranges.Seconds = 0.0
     """Seconds that an agent whose element has to end waits for the next boundary."""
     brief: bool = False  # the controller reads :class:`Going` and tables of steps
+    fence_seconds: ranges.Seconds = 0.0
+    """Restart mode: the lease of an agent's processes; 0.0 for the default."""
 
 
 class Ping(Message, tag="ping"):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 
 from unicron_ctl.shared.settings import limits, partitions
-from unicron_ctl.shared.settings.limits import DAY, HEARTBEATS, Range
+from unicron_ctl.shared.settings.limits import DAY, FENCES, HEARTBEATS, Range
 from unicron_ctl.shared.settings.notify import NotifyConfig, wrong_targets
 from unicron_ctl.shared.settings.partitions import PartitionConfig, Rules
 from unicron_ctl.shared.system.addresses import canonical, is_loopback, is_numeric, split, split_addresses
@@ -77,6 +77,9 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     state_wait_seconds: Annotated[float, Range(10.0, 30 * DAY)] = 600.0
     """For a silent node that nothing shows dead to come back: its ranks may hold the only state. If copies are in
     memory, no longer than the work that these lack."""
+    fence_seconds: Annotated[float, FENCES] = 5.0
+    """Restart mode: without an answer from the controller, and for half as long from most of the other nodes, processes
+    end. A new world waits for that, and a little longer, unless a silent node is shown dead."""
     restart_grace: Seconds = 5.0
     """For agents to come back after the controller was restarted."""
     repeat_seconds: Seconds = 0.5

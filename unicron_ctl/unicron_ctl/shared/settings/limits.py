@@ -55,12 +55,14 @@ VARIABLES = {
     "UNICRON_COLLECTIVE_TIMEOUT": time_limits.COLLECTIVE_TIMEOUT,
 }
 
+FENCES = Range(3.5, DAY, why="the others must be asked in time when the controller is away")
 HEARTBEATS = Range(0.01, 60.0, why="agents refuse anything else")
 
 RULES: tuple[Rule, ...] = (
     Rule("repeat_seconds", "report_timeout", "a lost message is repeated first"),
     Rule("lease", "enter_timeout", "a lost node is found by its lease first", equal=True),
     Rule("lease", "report_timeout", "a lost node is found by its lease first", equal=True),
+    Rule("fence_seconds", "state_wait_seconds", "processes that end by themselves are waited for less than others"),
     Rule("heartbeat_period", "restart_grace", "agents come back at their next heartbeat", equal=True),
     Rule("report_timeout", "regroup_seconds", "survivors that do not stop are found by that first"),
     Rule("fault_grace", "report_timeout", "the cause of a fault must show before survivors are given up"),
@@ -112,6 +114,12 @@ CONSTANT_RULES: tuple[Rule, ...] = (
     Rule("controller.FETCH_SECONDS", "agent.FAILING_SECONDS", "while a job waits, the agent that failed is asked last"),
     Rule("controller.CUT_SECONDS", "controller.CUT_LIMIT_SECONDS", "copies take their time"),
     Rule("agent.TOUCH_SECONDS", "agent.FORGOTTEN_SECONDS", "what is in use must not look forgotten"),
+    Rule(
+        "agent.REACH_SECONDS + agent.PASS_SECONDS + agent.EARLY_SECONDS",
+        "consensus.LEAST_DOORS_SECONDS",
+        "the others' doors are tried again before a lease is over",
+    ),
+    Rule("agent.EARLY_SECONDS", "consensus.END_SECONDS", "killed processes are gone by the end of the lease"),
     Rule("agent.REACH_SECONDS", "controller.ANSWER_SECONDS", "a witness has tried by then"),
     Rule("agent.REACH_SECONDS", "controller.SURVEY_SECONDS", "all have tried by then"),
     Rule("controller.ANSWER_SECONDS", "controller.ROUND_SECONDS", "answers come within their round"),

@@ -149,15 +149,17 @@ def resolve(host: str, port: int) -> list[Target]:
     return list(dict.fromkeys(Target(family, tuple(address)) for family, _, _, _, address in found))
 
 
-def listen_at(host: str, backlog: int) -> socket.socket:
-    """Return a listening socket at a free port of the host's first address that this machine has; without a host, of
-    all addresses of both families. Raises OSError."""
+def listen_at(host: str, backlog: int, port: int = 0) -> socket.socket:
+    """Return a listening socket at this port, or a free one, of the host's first address that this machine has; without
+    a host, of all addresses of both families. Raises OSError."""
     problem: OSError | None = None
     if not host and socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # no address of that family
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     wanted = (
-        [(target.family, target.address[:2]) for target in resolve(host, 0)] if host else [(socket.AF_INET, ("", 0))]
+        [(target.family, target.address[:2]) for target in resolve(host, port)]
+        if host
+        else [(socket.AF_INET, ("", port))]
     )
     for family, address in wanted:
         try:

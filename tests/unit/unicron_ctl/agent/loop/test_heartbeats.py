@@ -87,6 +87,16 @@ def test_after_a_few_heartbeats_in_doubt_and_to_an_earlier_release_it_is_whole()
     assert isinstance(heartbeats.form(trained(3), 1.0), wire.Status)
 
 
+def test_who_wants_an_answer_each_time_says_all_each_time():
+    """Restart mode: the answer to a status is the lease."""
+    heartbeats = Heartbeats()
+    heartbeats.period = PERIOD
+    for number in (1, 2, 3):
+        status = trained(number)
+        status.answer = True
+        assert heartbeats.form(status, float(number)) is status
+
+
 def test_what_ranks_do_after_a_whole_status_does_not_change_what_it_said():
     heartbeats, status = Heartbeats(), trained()
     heartbeats.period = PERIOD

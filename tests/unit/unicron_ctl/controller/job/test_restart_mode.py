@@ -14,7 +14,7 @@ from unicron_ctl.controller.api.node_answers import visible_nodes
 from unicron_ctl.controller.job import injection, modes
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.shared.commands import status_tables
-from unicron_ctl.shared.consensus.restart_lease import MARGIN_SECONDS, MINORITY_SECONDS
+from unicron_ctl.shared.consensus.restart_lease import FENCE_SECONDS, OLD_SECONDS, on_another_clock
 from unicron_ctl.shared.protocol import shared_plans, wire
 from unicron_ctl.shared.protocol.ranges import LAUNCHES
 from unicron_ctl.shared.protocol.structs import RankStep
@@ -23,7 +23,7 @@ from unicron_ctl.shared.settings.config import ControllerConfig
 RESET = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554] Connection closed by peer [10.0.0.2]"
 
 
-FENCED = MINORITY_SECONDS + MARGIN_SECONDS  # for which a new world waits for what fell silent
+FENCED = on_another_clock(PlainAgent.lease)  # for which a new world waits for what fell silent
 
 
 def comes(world: World, element: int, node: str, **settings) -> PlainAgent:
@@ -157,8 +157,32 @@ def test_a_new_world_waits_for_the_lease_of_what_fell_silent(restarted, snapshot
     (failure,) = world.job().failures
     notes = [[m.text for m in agent.heard if isinstance(m, wire.Note)] for agent in world.agents]
     assert [len(told) for told in notes] == [1, 0, 0, 0] and [failure.record.reason, *notes[0]] == snapshot
-    world.run(15)
+    world.run(20 if restarted else 15)
     assert sorted(world.job().members) == [0, 1, 2] and world.job().phase == "running"
+
+
+@pytest.mark.parametrize(
+    ("lease", "before", "after"), [(FENCE_SECONDS, 5.5, 8.0), (0.0, OLD_SECONDS - 2, OLD_SECONDS + 1)]
+)
+def test_the_lease_is_the_one_that_the_agent_has_named(lease, before, after):
+    """Those of release 0.2 name none."""
+    world = fell_silent(lease=lease)
+    world.run(before)
+    assert world.job().phase == "forming" and len(plans(world)) == 1
+    world.run(after - before)
+    assert sorted(world.job().members) == [0, 1, 2] and world.job().phase == "running"
+
+
+def test_the_doors_of_a_world_are_those_that_its_agents_have_opened_for_it():
+    world = World()
+    agents = start(world, nodes=2)
+    for agent, port in zip(agents, (4001, 4002), strict=True):
+        agent.opened = port
+    agents[0].die(0, code=1, last_line="ValueError: x")
+    world.run(3)
+    shares = [agent.held[max(agent.held)].doors for agent in agents]
+    assert shares == [["n2:4002"], ["n1:4001"]]
+    assert [agent.held[min(agent.held)].doors[0].count("4001") for agent in agents] == [0, 0], "before, of the agents"
 
 
 def test_processes_that_nothing_ends_are_waited_for_as_long_as_silence_is():

@@ -120,3 +120,21 @@ def test_a_new_world_names_the_lost_node_and_no_end_that_followed_from_it(snapsh
     plan = world.job().plan
     assert plan is not None and plan.members == [0, 1]
     assert plan.reason == snapshot
+
+
+def test_an_allocation_waits_for_no_other_node_once_the_lost_ones_processes_are_gone():
+    """Defect: it waited `forming_settle_seconds` for a node that Slurm does not replace."""
+    world = World(FakeSlurm(4), forming_settle_seconds=60.0)
+    world.slurm.queue["1", 0] = allocation_row("n[1-3]")
+    agents = plain_agents(world, ("n1", "n2", "n3"), least=2)
+    for agent in agents:
+        agent.ready()
+    world.run(3.0)
+    assert sorted(world.job().members) == [0, 1, 2]
+    power_off(world, "n3")
+    world.run(4.0)
+    stop(agents)
+    world.slurm.node_states["n3"] = {"DOWN"}
+    world.slurm.reasons["n3"] = "power"
+    world.run(6.0)
+    assert sorted(world.job().members) == [0, 1]
