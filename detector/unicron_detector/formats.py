@@ -48,5 +48,5 @@ ZYGOTE = Format("the zygote's protocol", 1, 1)
 started cold. `unicron_detector.processes.zygote`."""
 LOG = Format("format", 4, 4)
 """The event log with the saved states: `unicron_ctl.shared.log.store`."""
-IMAGE = Format("image format", 3, 3)
+IMAGE = Format("image format", 4, 3)
 """Training state in memory and in checkpoints: `unicron_transition.snapshot.image_format`."""

@@ -30,7 +30,7 @@ from unicron_transition.snapshot.image_format import (
     Image,
     ImagePage,
     Key,
-    digest,
+    data_digest,
     read_page,
 )
 from unicron_transition.snapshot.worker import Worker
@@ -219,7 +219,9 @@ class BufferPool:
 
     def is_sound(self, buffer: Buffer) -> bool:
         """Whether its content still has its digest; a buffer without an image is trusted."""
-        return buffer.digest is None or buffer.digest.result() == digest(buffer.flat.view(torch.uint8).numpy().data)
+        return buffer.digest is None or buffer.digest.result() == data_digest(
+            buffer.flat.view(torch.uint8).numpy().data
+        )
 
     def discard_spoiled(self, buffer: Buffer) -> None:
         """Discard a buffer that is not sound, with a line about it."""

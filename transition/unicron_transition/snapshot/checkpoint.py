@@ -439,12 +439,22 @@ def _assemble(state: TrainingState, files: list[contents.ImageContent], folder: 
             def read(key: str, file: contents.ImageContent = file, keys: dict[str, int] = keys) -> torch.Tensor:
                 return file.tensor(keys[key])
 
+            def lend(
+                key: str, room: parts.Room, file: contents.ImageContent = file, keys: dict[str, int] = keys
+            ) -> torch.Tensor | None:
+                return file.lend(keys[key], room)
+
             box = parts.Box(name, tuple(whole), tuple(offset), tuple(extent))
-            sources[name].append(parts.Source(box, begin, end, read))
+            sources[name].append(parts.Source(box, begin, end, read, lend))
             saved[name].append(parts.SavedState(box, [key for key in keys if key != parts.PARAMETER], others))
+
+    def fill() -> None:
+        for file in files:
+            file.fill()
+
     try:
         _name_as_here(state.model, sources, saved)
-        parts.restore(state.model, state.optimizer, parts.AssembledBlocks(sources, saved))
+        parts.restore(state.model, state.optimizer, parts.AssembledBlocks(sources, saved, fill))
     except (parts.Missing, BadCheckpoint, KeyError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgpack
-import xxhash
 
 from unicron_transition.snapshot.image_format import (
     DIGEST,
@@ -31,6 +30,7 @@ from unicron_transition.snapshot.image_format import (
     UNTRAINED_KIND,
     BadImage,
     Data,
+    DataDigest,
     ImagePage,
     Key,
     file_front,
@@ -123,7 +123,7 @@ def writing(path: Path, key: Key, head: bytes, size: int, mark: str) -> Iterator
     """Write a file with `size` bytes of data, which the body passes to the function piece by piece. The file gets its
     name when it is on disk, and is removed after an error. mark: of the file's name. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new, total = unfinished_path(path), xxhash.xxh3_128()
+    new, total = unfinished_path(path), DataDigest()
     try:
         with new.open("wb") as file:
 
@@ -285,7 +285,7 @@ def persist(found: ImagePage, folder: Path, pace: Callable[[int], None] = lambda
 
 def _copy(found: ImagePage, write: Write, pace: Callable[[int], None]) -> None:
     """Write the data of an image, and check them on the way."""
-    own = xxhash.xxh3_128()
+    own = DataDigest(found.number)
     with found.path.open("rb") as image:
         image.seek(found.offset)
         left = found.data_bytes

@@ -4,7 +4,8 @@ one after the other. Nothing in it is a pickle."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 from unicron_transition.snapshot import parts
 from unicron_transition.snapshot.checkpoint_file import Head, head_of_file
 from unicron_transition.snapshot.formats import own
-from unicron_transition.snapshot.image_format import ALIGN, BadImage, Image, ImagePage, running_digest
+from unicron_transition.snapshot.image_format import ALIGN, BadImage, DataDigest, Image, ImagePage
 from unicron_transition.snapshot.migrate import TrainingState, as_plain, plain
 from unicron_transition.snapshot.reading import open_plain, read_into, unpack
 
 SMALL = 1 << 15  # bytes whose copy takes less time than to let go of Python's lock and get it again
+MOST_THREADS = 8  # more would only wait for the memory
 PIECE = 1 << 18  # bytes that are copied before their digest is taken, which are still in the processor's cache then
 
 _move_small = ctypes.PyDLL(None).memmove  # keeps Python's lock, unlike ctypes.memmove
@@ -187,7 +189,7 @@ def fill(tensors: Sequence[torch.Tensor], offsets: Sequence[int], into: torch.Te
 
 def copy_flat(flat: torch.Tensor, image: Image) -> bytes:
     """Copy a flat tensor of the host to the beginning of an image, and return its digest."""
-    total, values = running_digest(), [flat.view(torch.uint8)]
+    total, values = DataDigest(), [flat.view(torch.uint8)]
     Copier(values, [0], raw(image.data[: flat.nbytes])).copy(values, total)
     found: bytes = total.digest()
     return found
@@ -202,8 +204,15 @@ def raw(data: memoryview) -> torch.Tensor:
 def read(found: ImagePage) -> tuple[bytes, torch.Tensor]:
     """Check an image and return its head and data (uint8, a private mapping). Raises BadImage, OSError."""
     head, mapped = found.read()
-    found.check(mapped)
+    found.check(mapped, reading_threads())
     return head, raw(mapped)
+
+
+def reading_threads(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many threads of this rank read an image: its share of the node's cores."""
+    ranks = environment.get("LOCAL_WORLD_SIZE") or "1"
+    share = len(os.sched_getaffinity(0)) // max(1, int(ranks)) if ranks.isdecimal() else 1
+    return min(MOST_THREADS, max(1, share))
 
 
 @dataclass
@@ -217,13 +226,38 @@ class ImageContent:
     tensors: list[tuple[torch.dtype, int, int]]
     """(dtype, elements, byte in the file or -1 for the optimizer's step)."""
     _checked: bool = False
+    _lent: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Memory for tensors, by number, until :meth:`fill`."""
 
     def tensor(self, number: int) -> torch.Tensor:
         """Read a tensor, after a check of all data the first time. Raises BadImage if they are damaged, OSError."""
         if not self._checked:
-            self.found.check_file()
+            self.found.check_file(reading_threads())
             self._checked = True
         return self._read(number)
+
+    def lend(self, number: int, room: parts.Room) -> torch.Tensor | None:
+        """Return the memory of `room` if it can get a tensor with :meth:`fill`: without a copy, and only once."""
+        dtype, count, begin = self.tensors[number]
+        if begin < 0 or number in self._lent:
+            return None
+        into = room(dtype)
+        if not (into.is_cpu and into.is_contiguous() and (into.dtype, into.numel()) == (dtype, count)):
+            return None
+        self._lent[number] = into
+        return into
+
+    def fill(self) -> None:
+        """Read all tensors that :meth:`lend` has promised, and check all data. Raises BadImage, OSError, and then
+        their memory can have any content."""
+        lent, self._lent = self._lent, {}
+        wants = [
+            (self.tensors[number][2] - self.found.offset, tensor.view(torch.uint8).numpy().data)
+            for number, tensor in lent.items()
+            if tensor.numel()
+        ]
+        if wants:
+            self.found.fill(wants, reading_threads())
 
     def index(self) -> Iterator[tuple[Any, ...]]:
         """Yield (name, whole, offset, extent, begin, end, keys, others) of each part. Raises OSError."""

@@ -188,6 +188,12 @@ class _Blocks:
             found[:count] = _as_torch(tensor, box.offset, (count, *box.extent[1:]), kind)
         return found
 
+    def lend(self, box: parts.Box, key: str, room: parts.Room) -> torch.Tensor | None:
+        return None
+
+    def fill(self) -> None:
+        pass
+
     def state(self, box: parts.Box, owner: Any) -> tuple[Sequence[str], Mapping[str, object]]:
         if not self._optimizer or owner is None or box.name not in self._index.tensors:
             return (), {}

@@ -3,26 +3,30 @@
 
 A file has a page that describes it, a head (MessagePack, for the reader of the data), and the data, flat. The page is
 marked torn before the first byte changes and whole after the last, so a killed writer leaves nothing that looks sound.
-Digests (xxh3-128) of page, head and data show later damage by memory or a network.
+Digests (xxh3-128) of page, head and data show later damage by memory or a network. The digest of the data is that of
+the digests of their leaves, each a MiB, so that several threads can check them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import msgpack
 import xxhash
 
 from unicron_detector.formats import IMAGE
-from unicron_transition.snapshot.reading import allowance, open_plain, pieces
-from unicron_transition.snapshot.shared_memory import allocate
+from unicron_transition.snapshot.reading import allowance, open_plain, pieces, scatter
+from unicron_transition.snapshot.shared_memory import allocate, is_in_memory
 
 PAGE = 4096
 ALIGN = 64  # bytes: each tensor of a state begins at a multiple
@@ -35,6 +39,8 @@ COPY_KINDS = (STATE, USER, SHARD, UNTRAINED_KIND)  # kinds of which other nodes 
 SAME = "replicated"  # the mark of a state that is the same in all ranks
 FOLDER = "UNICRON_MEMORY"  # the variable with which the agent gives its ranks the folder
 DIGEST = 16  # bytes
+LEAF = 1 << 20  # bytes
+LEAVES = 4  # the first format whose data have a digest of leaves; before, it is that of all bytes in order
 _MAGIC = b"unicron\x00"
 _TORN, _WHOLE = struct.pack("<I", 0), struct.pack("<I", 1)
 # magic, version, state, length of the key, of the head, offset of the data, their length, digests of head and data
@@ -42,6 +48,7 @@ _FRONT = struct.Struct(f"<8sI4sIIQQ{DIGEST}s{DIGEST}s")
 _STATE = slice(12, 16)  # the place of the state in it
 _KEY = _FRONT.size + DIGEST  # the place of the key, after the digest of front and key
 Data = bytes | bytearray | memoryview
+Want = tuple[int, memoryview]  # the first byte of the data, and the place for the bytes from there on
 
 
 class BadImage(ValueError):
@@ -53,9 +60,41 @@ def digest(data: Data) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
-def running_digest() -> Any:
-    """Return the checksum of no bytes yet, to which `update(data)` adds some; its `digest()` is that of all of them."""
-    return xxhash.xxh3_128()
+class DataDigest:
+    """The checksum of an image's data, which come in order. number: that of the image's format."""
+
+    def __init__(self, number: int = IMAGE.number):
+        self._leaf, self._all = xxhash.xxh3_128(), xxhash.xxh3_128()
+        self._left = LEAF  # bytes that the leaf lacks
+        self._flat = number < LEAVES
+
+    def update(self, data: Data) -> None:
+        """Add the next bytes. Other threads can run meanwhile."""
+        if self._flat:
+            self._all.update(data)
+            return
+        rest = memoryview(data)
+        while len(rest) >= self._left:
+            self._leaf.update(rest[: self._left])
+            rest = rest[self._left :]
+            self._all.update(self._leaf.digest())
+            self._leaf, self._left = xxhash.xxh3_128(), LEAF
+        self._leaf.update(rest)
+        self._left -= len(rest)
+
+    def digest(self) -> bytes:
+        """Return the checksum of the bytes so far."""
+        whole = self._all.copy()
+        if self._left < LEAF:
+            whole.update(self._leaf.digest())
+        return whole.digest()
+
+
+def data_digest(data: Data) -> bytes:
+    """Return the checksum of all data of an image."""
+    found = DataDigest()
+    found.update(data)
+    return found.digest()
 
 
 @dataclass(frozen=True)
@@ -120,7 +159,7 @@ class Image:
         ValueError if they do not fit."""
         if not self.fits(len(head), data_bytes):
             raise ValueError("the image has no room for this")
-        found = found or digest(self.data[:data_bytes])
+        found = found or data_digest(self.data[:data_bytes])
         page = bytearray(_page(key, head, self._offset, data_bytes, found))
         page[_STATE] = _TORN
         self._map[: len(page)] = bytes(page)
@@ -168,6 +207,8 @@ class ImagePage:
     offset: int
     data_bytes: int
     digest: bytes  # of the data
+    number: int = IMAGE.number
+    """The number of its format."""
 
     @property
     def used(self) -> int:
@@ -189,22 +230,108 @@ class ImagePage:
         (:meth:`check`). Raises BadImage, OSError."""
         head = self.head()
         with open_plain(self.path) as file:
-            mapped = memoryview(mmap.mmap(file.fileno(), self.used, access=mmap.ACCESS_COPY))
-        return head, mapped[self.offset : self.offset + self.data_bytes]
+            return head, self._map(file)
 
-    def check(self, data: Data) -> None:
+    def _map(self, file: BinaryIO) -> memoryview:
+        """Map the data, privately. Raises OSError, BadImage."""
+        if os.fstat(file.fileno()).st_size < self.used:
+            raise BadImage(f"{self.path}: cut off")
+        mapped = memoryview(mmap.mmap(file.fileno(), self.used, access=mmap.ACCESS_COPY))
+        return mapped[self.offset : self.offset + self.data_bytes]
+
+    def check(self, data: memoryview, threads: int = 1) -> None:
         """Raises BadImage if these data do not match their checksum."""
-        if digest(data) != self.digest:
+        self._check(lambda begin, end, spare: [data[begin:end]], threads)
+
+    def check_file(self, threads: int = 1) -> None:
+        """Read the data from the file and check them likewise. Raises BadImage, OSError."""
+        self.fill((), threads)
+
+    def fill(self, wants: Iterable[Want], threads: int = 1) -> None:
+        """Read bytes of the data from the file to their places, which are apart, and check all data.
+
+        The checksum is computed from the bytes at their places, so a later change of the file cannot harm them. Raises
+        BadImage, OSError, and then the places can have any content.
+        """
+        wanted = sorted(wants, key=lambda want: want[0])
+        begins = [begin for begin, _ in wanted]
+
+        def split(begin: int, end: int, spare: memoryview) -> Iterator[tuple[int, memoryview, bool]]:
+            """Yield the first byte of each piece of a range, its place, and whether it is wanted."""
+            at, number = begin, max(0, bisect_right(begins, begin) - 1)
+            while at < end:
+                where, place = wanted[number] if number < len(wanted) else (end, spare)
+                if where + len(place) <= at:  # the one before ends here
+                    number += 1
+                elif where <= at:
+                    yield at, (piece := place[at - where : end - where]), True
+                    at += len(piece)
+                else:
+                    yield at, (piece := spare[at - begin : min(where, end) - begin]), False
+                    at += len(piece)
+
+        def read(begin: int, end: int, spare: memoryview) -> list[memoryview]:
+            places = [place for _, place, _ in split(begin, end, spare)]
+            scatter(file, self.path, self.offset + begin, places)
+            return places
+
+        def copy(begin: int, end: int, spare: memoryview) -> list[memoryview]:
+            views = []
+            for at, place, needed in split(begin, end, spare):
+                if needed:
+                    ctypes.memmove(_address(place), address + at, len(place))
+                views.append(place if needed else mapped[at : at + len(place)])
+            return views
+
+        with open_plain(self.path) as file:
+            if not is_in_memory(file.fileno()):  # else a file that is cut off would kill the process
+                return self._check(read, threads)
+            mapped = self._map(file)
+            address = _address(mapped) if self.data_bytes else 0
+            self._check(copy, threads)
+
+    def _check(self, read: Callable[[int, int, memoryview], Sequence[memoryview]], threads: int) -> None:
+        """Compare the checksum of the data with the image's. read(begin, end, spare): returns the views of a range of
+        them, in order; it can use `spare`, the memory of one thread."""
+        ranges = [(at, min(at + LEAF, self.data_bytes)) for at in range(0, self.data_bytes, LEAF)]
+        total, leaves = DataDigest(self.number), [b""] * len(ranges)
+        numbers, errors = iter(range(len(ranges))), []
+        flat = self.number < LEAVES
+
+        def work() -> None:
+            spare = memoryview(bytearray(min(LEAF, self.data_bytes)))
+            try:
+                for number in numbers:
+                    leaf = total if flat else xxhash.xxh3_128()
+                    for view in read(*ranges[number], spare):
+                        leaf.update(view)
+                    leaves[number] = leaf.digest()
+            except Exception as error:
+                errors.append(error)
+
+        _run_in(1 if flat else min(threads, len(ranges)), work)
+        if errors:
+            raise errors[0]
+        if (total.digest() if flat else digest(b"".join(leaves))) != self.digest:
             raise BadImage(f"{self.path}: its data do not match their checksum")
 
-    def check_file(self) -> None:
-        """Read the data from the file and check them likewise. Raises BadImage, OSError."""
-        total = running_digest()
-        with open_plain(self.path) as file:
-            for piece in pieces(file, self.path, self.offset, self.data_bytes):
-                total.update(piece)
-        if total.digest() != self.digest:
-            raise BadImage(f"{self.path}: its data do not match their checksum")
+
+def _address(view: memoryview) -> int:
+    """Return the address of writable memory. Copies between addresses let other threads run."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def _run_in(threads: int, work: Callable[[], None]) -> None:
+    """Do the work in several threads at once, of which this one is the first. Fewer will do."""
+    others = [threading.Thread(target=work, name="unicron-read", daemon=True) for _ in range(threads - 1)]
+    started = []
+    with contextlib.suppress(RuntimeError):  # no thread can be started
+        for thread in others:
+            thread.start()
+            started.append(thread)
+    work()
+    for thread in started:
+        thread.join()
 
 
 def read_page(path: Path) -> ImagePage:
@@ -228,7 +355,7 @@ def read_page(path: Path) -> ImagePage:
     except (TypeError, ValueError) as error:
         raise BadImage(f"{path}: not an image of this release ({error})") from None
     head_bytes, offset, data_bytes, head_digest, data_digest = rest
-    return ImagePage(path, key, head_bytes, head_digest, offset, data_bytes, data_digest)
+    return ImagePage(path, key, head_bytes, head_digest, offset, data_bytes, data_digest, version)
 
 
 def memory_folder(environment: Mapping[str, str] = os.environ) -> Path | None:

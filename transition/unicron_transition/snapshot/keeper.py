@@ -24,7 +24,7 @@ from unicron_transition.iteration.rank_log import warn
 from unicron_transition.snapshot import checkpoint_file, contents
 from unicron_transition.snapshot.checkpoint_file import Aside
 from unicron_transition.snapshot.cuts import Cuts, ImageRing, ring_paths
-from unicron_transition.snapshot.image_format import STATE, Image, Key, inventory, memory_folder, running_digest
+from unicron_transition.snapshot.image_format import STATE, DataDigest, Image, Key, inventory, memory_folder
 from unicron_transition.snapshot.worker import Worker
 
 EVERY = "UNICRON_MEMORY_EVERY"
@@ -195,7 +195,7 @@ class Keeper:
         copier, found = image.copier, task.contents
         if not isinstance(copier, contents.Copier) or copier.tensors is not found.tensors:
             copier = image.copier = contents.Copier(found.tensors, found.offsets, data, found.moving)
-        total = running_digest() if task.ready is None else None
+        total = DataDigest() if task.ready is None else None
         if task.ready is None:
             copier.copy(task.tensors, total)
         else:

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from unicron_transition.seams import elastic_buckets
 from unicron_transition.snapshot.formats.index import box_of, overlap, tiles
 
 PARAMETER = "parameter"
+Room = Callable[[torch.dtype], torch.Tensor]  # returns the memory, flat, in which values of this type are wanted
 
 
 class Box(NamedTuple):
@@ -214,6 +216,8 @@ class Source(NamedTuple):
     begin: int
     end: int
     read: Callable[[str], torch.Tensor]
+    lend: Callable[[str, Room], torch.Tensor | None] | None = None
+    """Function that promises to read a key later to the room's memory, which it returns; None if that cannot be."""
 
     @classmethod
     def of(cls, box: Box, begin: int, end: int, flat: torch.Tensor) -> Source:
@@ -282,17 +286,39 @@ class Blocks(Protocol):
     def state(self, box: Box, owner: Any) -> tuple[Sequence[str], Mapping[str, object]]:
         """Return the keys of the tensors and the other values that torch's optimizer `owner` had for this block."""
 
+    def lend(self, box: Box, key: str, room: Room) -> torch.Tensor | None:
+        """Return the memory of `room`, flat, if it can get a block of one kind with :meth:`fill`, without a copy. None
+        if :meth:`read` must be called."""
+
+    def fill(self) -> None:
+        """Read all that was promised. Afterwards nothing else is read."""
+
 
 class AssembledBlocks:
     """The blocks of parts of any layout, by tensor name."""
 
-    def __init__(self, sources: Mapping[str, Sequence[Source]], saved: Mapping[str, Sequence[SavedState]]):
+    def __init__(
+        self,
+        sources: Mapping[str, Sequence[Source]],
+        saved: Mapping[str, Sequence[SavedState]],
+        fill: Callable[[], None] = lambda: None,
+    ):
         self._sources, self._saved = sources, saved
+        self._fill = fill  # does what the sources' `lend` has promised
 
     def read(self, box: Box, key: str) -> torch.Tensor:
         if box.name not in self._sources:
             raise Missing(f"{box.name} is not there")
         return assemble(box, key, self._sources[box.name])
+
+    def lend(self, box: Box, key: str, room: Room) -> torch.Tensor | None:
+        for each in self._sources.get(box.name, ()):
+            if each.box == box and (each.begin, each.end) == (0, box.numel) and each.lend is not None:
+                return each.lend(key, room)
+        return None
+
+    def fill(self) -> None:
+        self._fill()
 
     def state(self, box: Box, owner: Any) -> tuple[Sequence[str], Mapping[str, object]]:
         """Return the state of this very block: layers that are blocks of one tensor need not all be trained."""
@@ -300,35 +326,104 @@ class AssembledBlocks:
         return next(((each.keys, each.others) for each in saved if overlap(box.place, each.box.place)), ((), {}))
 
 
+class _Target(NamedTuple):
+    """Memory for elements of a parameter, or of its optimizer's state."""
+
+    flat: torch.Tensor
+    first: int = 0
+    """The first of these elements in the parameter."""
+
+    def among(self, first: int, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what it shares with elements from `first` on: its own memory and theirs."""
+        begin = max(self.first, first)
+        end = max(begin, min(self.first + self.flat.numel(), first + flat.numel()))
+        return self.flat[begin - self.first : end - self.first], flat[begin - first : end - first]
+
+
+class _Restoring:
+    """The tensors that one restore fills: directly if possible, else by copies of what was read."""
+
+    def __init__(self, blocks: Blocks):
+        self._blocks = blocks
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to, from what is filled at the end
+
+    def add(self, boxes: Sequence[Box], key: str, targets: Callable[[torch.dtype], Sequence[_Target]]) -> None:
+        """Restore one kind of all elements of a parameter to each of some places. targets(dtype): they, if the values
+        have this type."""
+        first = 0
+        for box in boxes:
+            lent = self._blocks.lend(box, key, partial(_room, targets, first, box.numel))
+            values = self._blocks.read(box, key).reshape(-1) if lent is None else lent
+            for target in targets(values.dtype):
+                into, part = target.among(first, values)
+                if lent is None:
+                    into.copy_(part)
+                elif into.data_ptr() != part.data_ptr():
+                    self._copies.append((into, part))
+            first += box.numel
+
+    def finish(self) -> None:
+        """Fill what is left."""
+        self._blocks.fill()
+        for into, values in self._copies:
+            into.copy_(values)
+
+
+def _room(
+    targets: Callable[[torch.dtype], Sequence[_Target]], first: int, count: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the memory of the first target if it has all `count` elements from `first` on, else none."""
+    target = targets(dtype)[0]
+    return target.flat[max(0, first - target.first) :][:count] if target.first <= first else target.flat[:0]
+
+
+def _same(targets: Sequence[_Target], dtype: torch.dtype) -> Sequence[_Target]:
+    return targets
+
+
 @torch.no_grad()
 def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
-    """Restore this rank's model and optimizer from `blocks`. Raises :class:`Missing`, and then part of the state might
-    be the old one."""
+    """Restore this rank's model and optimizer from `blocks`. After an error they can have any values."""
     held = _optimizer_parts(optimizer)
+    restoring, states = _Restoring(blocks), []
     for parameter, boxes, _ in places(model):
-        own = held.get(id(parameter))
+        targets = [_Target(parameter.detach().view(-1))]
+        if (own := held.get(id(parameter))) is not None:
+            targets.insert(0, _Target(own.main.detach().view(-1), own.begin))
         keys, others = blocks.state(boxes[0], own.owner if own is not None else None)
-        values = {
-            key: torch.cat([blocks.read(box, key).reshape(-1) for box in boxes])
-            for key in (PARAMETER, *(keys if own is not None else ()))
-        }
-        parameter.detach().view(-1).copy_(values[PARAMETER])
+        restoring.add(boxes, PARAMETER, partial(_same, targets))
         if own is not None:
-            _restore_state(own, values, keys, others)
+            states.append((own, state := _State(own)))
+            for key in sorted(keys):
+                restoring.add(boxes, key, partial(state.targets, key))
+            state.others |= {key: _elsewhere(value, _device(own, key)) for key, value in others.items()}
+    restoring.finish()
+    for own, state in states:
+        if state.tensors or state.others:
+            own.owner.state[own.main] = state.tensors | state.others
 
 
-def _restore_state(
-    own: _OptimizerPart, values: Mapping[str, torch.Tensor], keys: Iterable[str], others: Mapping[str, object]
-) -> None:
-    cut = slice(own.begin, own.end)
-    own.main.detach().view(-1).copy_(values[PARAMETER][cut])
-    state: dict[str, object] = {
-        key: values[key][cut].to(own.main.device, copy=True).view(own.main.shape) for key in sorted(keys)
-    }
-    for key, value in others.items():
-        state[key] = value.to(_device(own, key), copy=True) if isinstance(value, torch.Tensor) else value
-    if state:
-        own.owner.state[own.main] = state
+class _State:
+    """The optimizer's new state of one parameter."""
+
+    def __init__(self, own: _OptimizerPart):
+        self._own = own
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.others: dict[str, object] = {}
+
+    def targets(self, key: str, dtype: torch.dtype) -> Sequence[_Target]:
+        """Return the memory of one kind: that of the state before if it fits."""
+        main, tensors = self._own.main, self.tensors
+        if key not in tensors:
+            before = self._own.owner.state.get(main, {}).get(key)
+            fits = isinstance(before, torch.Tensor) and before.is_contiguous()
+            fits = fits and (before.dtype, before.shape, before.device) == (dtype, main.shape, main.device)
+            tensors[key] = before if fits else torch.empty(main.shape, dtype=dtype, device=main.device)
+        return [_Target(tensors[key].view(-1), self._own.begin)]
+
+
+def _elsewhere(value: object, device: torch.device | str) -> object:
+    return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _device(own: _OptimizerPart, key: str) -> torch.device | str:

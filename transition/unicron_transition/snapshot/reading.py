@@ -13,7 +13,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,6 +42,7 @@ STAND_INS = (
     ),
 )
 FRONT = 256  # bytes that are compared with them
+MOST_PLACES = 512  # of one read; the kernel takes 1,024
 MOST_ENTRIES = 100_000  # names of a folder that are read
 # Errors of a file system that has lost data.
 LOST_ERRORS = (errno.EIO, errno.ESTALE, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EREMOTEIO)
@@ -220,3 +221,14 @@ def read_into(file: BinaryIO, path: Path, begin: int, into: memoryview) -> None:
         if not count:
             raise OSError(errno.EIO, f"cut off: it ends before byte {begin + len(into)}", str(path))
         begin, into = begin + count, into[count:]
+
+
+def scatter(file: BinaryIO, path: Path, begin: int, places: Sequence[memoryview]) -> None:
+    """Fill places in order with the bytes from `begin` on. Raises OSError if the file ends before."""
+    for first in range(0, len(places), MOST_PLACES):
+        group = places[first : first + MOST_PLACES]
+        count = os.preadv(file.fileno(), group, begin)
+        for place in group:
+            if count < len(place):  # it ends before, or the kernel has read a part
+                read_into(file, path, begin + count, place[count:])
+            begin, count = begin + len(place), max(0, count - len(place))

@@ -36,7 +36,7 @@ def allocate(path: Path, descriptor: int, size: int) -> None:
     _until = _until or time.monotonic() + FREED_SECONDS
     os.ftruncate(descriptor, size)  # shows other processes how much it is going to take
     while True:
-        if _in_memory(descriptor):
+        if is_in_memory(descriptor):
             _check_limit(path)
         try:
             os.posix_fallocate(descriptor, 0, size)
@@ -74,7 +74,7 @@ def _lacks(path: Path) -> int:
     return max(0, status.st_size - status.st_blocks * 512)
 
 
-def _in_memory(descriptor: int, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+def is_in_memory(descriptor: int, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
     """Whether the file is in memory. On a disk (UNICRON_MEMORY_DIR) the kernel can take its memory back."""
     device = os.fstat(descriptor).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from unicron_detector.processes.rank_messages import Plan
 from unicron_transition.iteration.rank_log import inform, warn
 from unicron_transition.snapshot import contents, image_format
-from unicron_transition.snapshot.checkpoint import Checkpoints, Writer, load_image
+from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer, load_image
 from unicron_transition.snapshot.cuts import BUFFERS
 from unicron_transition.snapshot.folders import WholeCheckpoint
 from unicron_transition.snapshot.image_format import memory_folder
@@ -37,6 +37,7 @@ class Beginnings:
         self._start = start  # the iteration with which the script begins
         self._writer = writer  # the rank's place and layout
         self.untouched = True  # the state is still the script's own
+        self._has_state = False  # the rank has the job's
         self._images: list[image_format.ImagePage] = []
         self._files: list[WholeCheckpoint] = []
         self._list_choices()
@@ -88,7 +89,7 @@ class Beginnings:
     # ------------------------------------------------------------ what there is
     def list_again(self, writer: Writer, has_state: bool) -> None:
         """Look for new images. has_state: this rank has the job's state, and needs no file any more."""
-        self._writer = writer
+        self._writer, self._has_state = writer, has_state
         if has_state:
             self._checkpoints, self.untouched = None, False
         self._list_choices()
@@ -115,9 +116,15 @@ class Beginnings:
             return False
 
     def _take_image(self, state: TrainingState, found: image_format.ImagePage) -> bool:
+        checked = False
         try:
+            if self._has_state:  # which a damaged image must not replace
+                found.check_file(contents.reading_threads())
+                checked = True
             load_image(state, found.path)
         except (image_format.BadImage, OSError) as error:
+            if checked:
+                raise CheckpointError(f"{error}: it changed meanwhile, and this rank has lost its state") from None
             warn(f"training state in memory passed over: {error}")
             with contextlib.suppress(OSError, image_format.BadImage):
                 if image_format.read_page(found.path) == found:  # it was not overwritten meanwhile

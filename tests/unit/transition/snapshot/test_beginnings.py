@@ -10,7 +10,7 @@ from tests.support.kept import WRITER, beginnings, everything, kept, same, train
 from tests.support.texts import raises_text
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer
 from unicron_transition.snapshot.contents import Gatherer
-from unicron_transition.snapshot.image_format import SUFFIX, inventory
+from unicron_transition.snapshot.image_format import SUFFIX, ImagePage, inventory
 from unicron_transition.snapshot.keeper import Keeper
 from unicron_transition.snapshot.whole_state import Beginnings, Unusable
 
@@ -79,4 +79,34 @@ def test_of_another_model_it_is_said_and_nothing_begins_anew(tmp_path):
     other.model[0].module[0] = torch.nn.Linear(5, 4)
     begin = beginnings(tmp_path)
     with pytest.raises(CheckpointError, match="of another model"):
+        begin.take_up(other, 4)
+
+
+def test_a_damaged_image_leaves_the_state_that_a_rank_has_as_it_is(tmp_path, capsys):
+    """It could still be told to go on from its own."""
+    kept(tmp_path, training(), 4)
+    other = training(seed=3)
+    before = everything(other)
+    begin = beginnings(tmp_path)
+    begin.list_again(WRITER, has_state=True)
+    for found in inventory(tmp_path):
+        flip(found.path)
+    with pytest.raises(Unusable):
+        begin.take_up(other, 4)
+    assert same(everything(other), before) and "their checksum" in capsys.readouterr().err
+
+
+def test_a_rank_whose_image_changes_while_it_goes_back_ends(tmp_path, monkeypatch):
+    """Its state is then neither the one nor the other."""
+    kept(tmp_path, training(), 4)
+    other, check = training(seed=3), ImagePage.check_file
+
+    def check_and_change(self: ImagePage, threads: int) -> None:
+        check(self, threads)
+        flip(self.path)
+
+    begin = beginnings(tmp_path)
+    begin.list_again(WRITER, has_state=True)
+    monkeypatch.setattr(ImagePage, "check_file", check_and_change)
+    with pytest.raises(CheckpointError, match="has lost its state"):
         begin.take_up(other, 4)

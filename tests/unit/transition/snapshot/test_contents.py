@@ -149,7 +149,7 @@ def test_what_was_gathered_is_read_back_with_its_settings(tmp_path: Path) -> Non
 def test_data_are_checked_once_and_before_any_of_them_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, written = saved(tmp_path, training())
     checks, check = [], ImagePage.check_file
-    monkeypatch.setattr(ImagePage, "check_file", lambda self: checks.append(self) or check(self))
+    monkeypatch.setattr(ImagePage, "check_file", lambda self, threads=1: checks.append(self) or check(self))
     told = open_image(written)
     assert not checks
     told.tensor(0)
@@ -172,3 +172,27 @@ def test_tensors_stand_one_behind_the_other_or_where_the_head_says_so(tmp_path: 
     ]
     assert raw(memoryview(b"")).numel() == 0 and raw(memoryview(bytearray(b"ab"))).tolist() == [97, 98]
     assert contents.read(told.found)[1].numel() == values.nbytes
+
+
+def test_a_tensor_is_read_where_it_is_wanted_if_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, written = saved(tmp_path, training())
+    told, number = open_image(written), 0
+    while found.tensors[number].numel() < 2:
+        number += 1
+    wanted = found.tensors[number]
+    place = torch.zeros_like(wanted)
+    assert told.lend(number, lambda dtype: place) is place
+    assert told.lend(number, lambda dtype: torch.zeros_like(wanted)) is None, "only one place is filled"
+    others = [torch.zeros(wanted.numel(), dtype=torch.float64), torch.zeros(1), torch.zeros(2 * wanted.numel())[::2]]
+    for other in others:  # another type, another size, with gaps
+        assert open_image(written).lend(number, lambda dtype, other=other: other) is None
+    told.fill()
+    assert torch.equal(place, wanted)
+
+
+def test_a_rank_reads_with_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contents.os, "sched_getaffinity", lambda process: set(range(24)))
+    ranks = {"": 8, "1": 8, "8": 3, "24": 1, "99": 1, "x": 1, "0": 8}
+    for text, wanted in ranks.items():
+        assert contents.reading_threads({"LOCAL_WORLD_SIZE": text}) == wanted
+    assert contents.reading_threads({}) == 8

@@ -29,7 +29,7 @@ def fresh(monkeypatch):
 @pytest.fixture
 def limit(monkeypatch):
     """What the job's memory limit leaves, as the test says; its files lie in memory, wherever tests have theirs."""
-    monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
+    monkeypatch.setattr(shared_memory, "is_in_memory", lambda descriptor: True)
 
     def leaves(size: int) -> None:
         monkeypatch.setattr(shared_memory, "memory_left", lambda: MemoryLeft(size, Path("/sys/fs/cgroup/job_7")))
@@ -72,7 +72,7 @@ def test_what_another_gets_during_the_look_counts_all_the_same(tmp_path, monkeyp
         os.posix_fallocate(other.fileno(), 0, 8 * MB)
         return MemoryLeft(NEEDED + 10 * MB, Path("/sys/fs/cgroup/job_7"))  # as it was before that
 
-    monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
+    monkeypatch.setattr(shared_memory, "is_in_memory", lambda descriptor: True)
     monkeypatch.setattr(shared_memory, "memory_left", left)
     with pytest.raises(OSError, match="13 MB are needed"):
         Image(tmp_path / "a.image", 10, 4 * MB)
@@ -83,7 +83,7 @@ def test_no_limit_is_in_the_way_of_files_on_a_disk(tmp_path, limit, monkeypatch)
     limit(0)
     with pytest.raises(OSError, match="0 MB are left"):
         Image(tmp_path / "a.image", 10, 4 * MB)
-    monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: False)
+    monkeypatch.setattr(shared_memory, "is_in_memory", lambda descriptor: False)
     Image(tmp_path / "a.image", 10, 4 * MB)
     assert (tmp_path / "a.image").stat().st_size >= 4 * MB
 
@@ -95,8 +95,8 @@ def test_where_a_file_lies_is_asked_of_its_mount(tmp_path):
         for kind, expected in (("tmpfs", True), ("ext4", False)):
             line = f"30 1 {number} / /dev/shm rw,nosuid shared:4 - {kind} tmpfs rw,size=1k\n"
             (tmp_path / "mounts").write_text(f"29 1 999:7 / /run rw - tmpfs tmpfs rw\n{line}")
-            assert shared_memory._in_memory(file.fileno(), tmp_path / "mounts") is expected
-        assert not shared_memory._in_memory(file.fileno(), tmp_path / "missing")
+            assert shared_memory.is_in_memory(file.fileno(), tmp_path / "mounts") is expected
+        assert not shared_memory.is_in_memory(file.fileno(), tmp_path / "missing")
 
 
 class Full:

@@ -211,7 +211,7 @@ class RestartAgent(Agent):
         super()._on_welcome(message)
         self._fence.lease.seconds = message.fence_seconds or FENCE_SECONDS
         period = min(message.heartbeat_period, self._fence.lease.seconds * BEAT_SHARE)
-        self._reports.configure(period, message.progress_seconds)
+        self._reports.configure(period, message.progress_seconds, message.brief)
 
     def _order_handlers(self) -> dict[type[wire.Message], Callable[[Any], object]]:
         return {**super()._order_handlers(), wire.Pong: lambda message: self._fence.on_answer(message.number)}

@@ -31,7 +31,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import xxhash
 
 from unicron_transition.snapshot.cuts import COPY_PREFIX
 from unicron_transition.snapshot.image_format import (
@@ -41,6 +40,7 @@ from unicron_transition.snapshot.image_format import (
     SUFFIX,
     USER,
     BadImage,
+    DataDigest,
     ImagePage,
     Key,
     inventory,
@@ -122,7 +122,7 @@ class Draft:
     def __init__(self, folder: Path, length: int):
         if not PAGE <= length:
             raise BadImage(f"{length} bytes are no image")
-        self._folder, self._length, self._digest = folder, length, xxhash.xxh3_128()
+        self._folder, self._length, self._digest = folder, length, DataDigest()
         self._path = folder / f"{COPY_PREFIX}{os.getpid()}.{threading.get_native_id()}.new"
         self._file = self._path.open("wb")
         try:
@@ -143,7 +143,8 @@ class Draft:
             self._file.write(piece)
             if not at:
                 self._file.flush()
-                offset = read_page(self._path).offset
+                page = read_page(self._path)
+                offset, self._digest = page.offset, DataDigest(page.number)
             self._digest.update(piece[min(len(piece), max(0, offset - at)) :])
             at += len(piece)
             if time.monotonic() > until:
@@ -191,8 +192,7 @@ def find(folder: Path, key: Key) -> ImagePage | None:
 def examine(found: ImagePage) -> str:
     """Check an image that arrived damaged elsewhere. If it is damaged here, remove it and return a line; "" if not."""
     try:
-        _, data = found.read()
-        found.check(data)
+        found.check_file()
         return ""
     except BadImage:
         pass

@@ -252,7 +252,7 @@ def test_an_image_on_its_way_is_not_got_from_another_one_too(sides: tuple[Side, 
 def test_who_has_no_room_itself_blames_nobody(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = sides
     other.image(name="copy")
-    monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
+    monkeypatch.setattr(shared_memory, "is_in_memory", lambda descriptor: True)
     monkeypatch.setattr(shared_memory, "memory_left", lambda: MemoryLeft(0, Path("/sys/fs/cgroup/job")))
     one.copies.fetch(order(other.holder(1)), one.now)
     one.until(lambda: one.copies.failed == 1)
@@ -307,7 +307,7 @@ def test_who_has_no_room_takes_nothing_until_there_is_some_and_can_still_give(
 ) -> None:
     one, other = sides
     one.image()
-    monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
+    monkeypatch.setattr(shared_memory, "is_in_memory", lambda descriptor: True)
     monkeypatch.setattr(shared_memory, "memory_left", lambda: MemoryLeft(0, Path("/sys/fs/cgroup/job")))
     one.copies.obey(wire.Cut(iteration=70, targets=[other.holder(1)]))
     one.until(lambda: one.copies.failed == 1)

@@ -143,7 +143,7 @@ def test_nor_does_what_the_memory_limit_of_the_job_leaves_no_room_for(
     """At the limit the kernel would end a rank, or the agent."""
     folder, server, came = there
     _, found = image(here, KEY)
-    monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
+    monkeypatch.setattr(shared_memory, "is_in_memory", lambda descriptor: True)
     monkeypatch.setattr(shared_memory, "memory_left", lambda: MemoryLeft(5_000_000, Path("/sys/fs/cgroup/job")))
     with pytest.raises(TransferError, match=r"10\.2 MB .* 5 MB .*memory limit"):
         put(found, server.address, server.token, METER)
@@ -156,7 +156,7 @@ def test_who_cannot_take_what_it_asked_for_says_that_of_itself(
 ) -> None:
     folder, server, _ = there
     image(folder, KEY)
-    monkeypatch.setattr(shared_memory, "_in_memory", lambda descriptor: True)
+    monkeypatch.setattr(shared_memory, "is_in_memory", lambda descriptor: True)
     monkeypatch.setattr(shared_memory, "memory_left", lambda: MemoryLeft(5_000_000, Path("/sys/fs/cgroup/job")))
     with pytest.raises(NoRoom, match=r"10\.2 MB .* 5 MB "):
         get(KEY, here, server.address, server.token, METER)

@@ -230,7 +230,7 @@ def test_what_is_written_of_all_jobs_of_a_user_is_bounded(monkeypatch, snapshot)
         for _ in range(20):
             world.core.append(str(number), 1, records.WorldProved(reason="x" * 3_000))
     assert not [job.set_aside for job in world.core.state.jobs.values() if job.set_aside]
-    last = begin("6")
+    begin("6")
     for _ in range(10):
         world.core.append("6", 1, records.WorldProved(reason="x" * 3_000))
     world.run(0.1)
