@@ -125,7 +125,7 @@ class RankChannel:
             self._idle.set()
         except zmq.Again:
             pass  # the agent takes nothing now; the thread tries again later
-        return bool(self._socket.get(zmq.EVENTS) & zmq.POLLIN)
+        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def _wake(self) -> None:
         try:
@@ -166,7 +166,7 @@ class RankChannel:
 
     def _run(self) -> None:
         poller = select.poll()
-        poller.register(self._socket.get(zmq.FD), select.POLLIN)
+        poller.register(int(self._socket.get(zmq.FD)), select.POLLIN)
         poller.register(self._wake_read, select.POLLIN)
         while not self._closing:
             events = dict(poller.poll(int(1000 * PROGRESS_SECONDS)))
@@ -201,7 +201,7 @@ class RankChannel:
             there = self._hand_over()
             while there:
                 came.append(self._socket.recv())
-                there = bool(self._socket.get(zmq.EVENTS) & zmq.POLLIN)
+                there = bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
         return came
 
     def _queue_answer(self, source: Callable[[], FromRank | None] | None) -> None:
