@@ -7,7 +7,7 @@ updated slot by slot. So the cost of a message does not depend on the job's size
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView
@@ -312,34 +312,19 @@ class JobView:
         """Takes in that the slot's status or its agent changed."""
         self.notice_all((slot,), now)
 
-    def notice_all(self, slots: Iterable[int], now: float) -> list[int]:
+    def notice_all(self, slots: Collection[int], now: float) -> list[int]:
         """Takes in that the statuses or the agents of these slots changed. Returns the slots with news for a sensor:
         their process ended, left, says something, or is not the one that the job knows.
 
-        It is one loop, because all ranks of a large job enter and stop at once.
+        These are two loops, not calls for each rank, because all ranks of a large job enter and stop at once.
         """
-        state, phase, agents, per_node = self.state, self.state.phase, self.agents, self.per_node
-        members, joining, lost, known = state.members, state.joining, state.lost, state.slots
-        breaking, awaited, stopped = phase is Phase.BREAKING, self.awaited, self.stopped
-        plan = (state.offer or state.plan) if phase in (Phase.ENTERING, Phase.OFFERING) else None
-        inside = self._plan_members(plan.members) if plan is not None else frozenset[int]()
-        generation = plan.generation if plan is not None else -1
+        state, agents, per_node = self.state, self.agents, self.per_node
+        members, joining, known, stopped = state.members, state.joining, state.slots, self.stopped
+        self._note_awaited(slots, now)
         news = []
         for slot in slots:
             agent = agents.get(slot // per_node)
             status = agent.ranks.get(slot) if agent is not None else None
-            over = (status is None or status.state in ENDED) and self.finished(slot)
-            if over:
-                self.unfinished.discard(slot)
-            if breaking:
-                waits = slot in members and slot not in lost and not (over or self.at_rest(slot, now))
-            else:
-                runs = status is not None and status.generation == generation and status.state == "running"
-                waits = slot in inside and not (runs or over)
-            if waits:
-                awaited.add(slot)
-            else:
-                awaited.discard(slot)
             if agent is None or status is None:
                 self.strayed.discard(slot)
                 stopped.pop(slot, None)
@@ -361,6 +346,27 @@ class JobView:
             if not same or status.state in GONE or status.fault is not None or status.note is not None:
                 news.append(slot)
         return news
+
+    def _note_awaited(self, slots: Iterable[int], now: float) -> None:
+        """Notes which of these slots the phase waits for, and which have trained to the end."""
+        state, phase, members, lost = self.state, self.state.phase, self.state.members, self.state.lost
+        plan = (state.offer or state.plan) if phase in (Phase.ENTERING, Phase.OFFERING) else None
+        inside = self._plan_members(plan.members) if plan is not None else frozenset[int]()
+        generation = plan.generation if plan is not None else -1
+        for slot in slots:
+            status = self.status(slot)
+            over = (status is None or status.state in ENDED) and self.finished(slot)
+            if over:
+                self.unfinished.discard(slot)
+            if phase is Phase.BREAKING:
+                waits = slot in members and slot not in lost and not (over or self.at_rest(slot, now))
+            else:
+                runs = status is not None and status.generation == generation and status.state == "running"
+                waits = slot in inside and not (runs or over)
+            if waits:
+                self.awaited.add(slot)
+            else:
+                self.awaited.discard(slot)
 
     def _strays(self, slot: int, status: RankStatus) -> bool:
         """Whether the member took an offer while it was being withdrawn; in it, it waits for members that did not."""
