@@ -224,14 +224,14 @@ def around_copies() -> None:
         copy(self, task)
         reached("copied")
 
-    def filled(self, tensors) -> None:
+    def filled(self, tensors, *more) -> None:
         reached("copy")
         offsets = self._offsets
         half = len(offsets) // 2
         for tensor, begin in zip(tensors[:half], offsets[:half], strict=True):
             self.into[begin : begin + tensor.nbytes].copy_(tensor.contiguous().view(torch.uint8))
         reached("half")
-        fill(self, tensors)
+        fill(self, tensors, *more)
 
     keeper.Keeper._copy, contents.Copier.copy = copied, filled
     around(image_format.Image, "mark_whole", "sum", reached=reached)

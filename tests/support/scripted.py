@@ -180,6 +180,8 @@ class FakeController:
             if self._socket.poll(100):
                 self._route, data = self._socket.recv_multipart()
                 message = wire.decode(data, wire.ToController)
+                if isinstance(message, wire.Status) and message.answer:
+                    self.send(wire.Pong(number=message.number))
                 if fits(message):
                     return message
         raise AssertionError(f"not within {limit:g} s: {what}")

@@ -64,7 +64,9 @@ class RankChannel:
         os.set_blocking(self._wake_write, False)
         self._closing = self._closed = False
         self._idle = threading.Event()
+        self._pid = os.getpid()
         self._lock = threading.Lock()  # of the socket
+        self._order = threading.RLock()  # of the queue; a signal's handler may send while the main thread does
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -86,9 +88,12 @@ class RankChannel:
 
     def send(self, message: FromRank) -> None:
         """Send one message; never blocks, and never raises for a missing agent."""
-        self._take_steps(message)
-        self._idle.clear()
-        self._sent_at = time.monotonic()
+        if os.getpid() != self._pid:
+            return  # a forked child, which must not touch the socket
+        with self._order:
+            self._sent_at = time.monotonic()
+            self._take_steps(message)
+            self._idle.clear()
         if self._lock.acquire(blocking=False):
             try:
                 wake = not self._closed and self._hand_over()
@@ -155,10 +160,19 @@ class RankChannel:
 
     def flush(self, seconds: float) -> bool:
         """Wait until everything queued has been handed to ZeroMQ; False if `seconds` were not enough."""
+        if os.getpid() != self._pid:
+            return True
+        if self._steps:
+            with self._order:
+                self._take_steps()
+                self._idle.clear()
+            self._wake()
         return self._idle.wait(seconds)
 
     def close(self) -> None:
         """Flush and end the thread."""
+        if os.getpid() != self._pid:
+            return
         self.flush(1.0)
         self._closing = True
         self._wake()
@@ -186,12 +200,13 @@ class RankChannel:
         sent = self._sent_at
         if sent != self._seen:
             self._seen, self._fresh, self._quiet_since = sent, True, sent
-        if self._steps:
-            self._take_steps()
+        with self._order:
+            if self._steps:
+                self._take_steps()
         if now - sent >= PROGRESS_SECONDS:
-            self._queue_answer(self.progress)
+            self._queue_answer(self.progress, sent)
         if now - self._quiet_since >= QUIET_SECONDS:
-            self._queue_answer(None if self.on_quiet is None else partial(self.on_quiet, self._fresh))
+            self._queue_answer(None if self.on_quiet is None else partial(self.on_quiet, self._fresh), sent)
             self._fresh, self._quiet_since = False, now
 
     def _exchange(self) -> list[bytes]:
@@ -204,12 +219,17 @@ class RankChannel:
                 there = bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
         return came
 
-    def _queue_answer(self, source: Callable[[], FromRank | None] | None) -> None:
-        """Queue the source's message about the rank, if it has one."""
+    def _queue_answer(self, source: Callable[[], FromRank | None] | None, sent: float) -> None:
+        """Queue the source's message about the rank, if it has one, and the main thread has sent none since `sent`:
+        what is older must not come after what is newer."""
         try:
             message = source() if source is not None else None
-            if message is not None:
-                self._outgoing.append(rank_messages.encode(message, self.slot, self.incarnation))
+            if message is None:
+                return
+            data = rank_messages.encode(message, self.slot, self.incarnation)
+            with self._order:
+                if self._sent_at == sent:
+                    self._outgoing.append(data)
         except Exception as error:  # the main thread changes the data meanwhile: try again next time
             _complain(f"rank {self.slot} could not say how far it is", error)
 

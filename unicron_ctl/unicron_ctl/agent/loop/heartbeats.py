@@ -67,7 +67,11 @@ def _goes_on(whole: wire.Status, status: wire.Status) -> bool:
 
 
 def _trains_on(before: structs.RankStatus, rank: structs.RankStatus) -> bool:
-    if rank.state != "running" or rank.idle > IDLE_SECONDS or STOPPED_BY_SIGNAL in (rank.process, before.process):
+    if (
+        rank.state != "running"
+        or max(rank.idle, before.idle) > IDLE_SECONDS
+        or STOPPED_BY_SIGNAL in (rank.process, before.process)
+    ):
         return False
     return rank == msgspec.structs.replace(
         before,
@@ -89,7 +93,7 @@ def progress(ranks: dict[int, structs.RankStatus]) -> list[structs.Progress]:
     for slot, rank in ranks.items():
         groups.setdefault((rank.iteration, rank.phase), []).append(slot)
     rows = [
-        structs.Progress(iteration, phase, max(ranks[slot].changed for slot in slots), slots)
+        structs.Progress(iteration, phase, slots)
         for (iteration, phase), slots in sorted(groups.items(), key=lambda group: -len(group[1]))
     ]
     rows[0].slots = []

@@ -208,8 +208,8 @@ class RestartAgent(Agent):
 
     def _on_welcome(self, message: wire.Welcome) -> None:
         self._reports.repeat_steps()  # in the status that follows
+        self._fence.set_seconds(message.fence_seconds or FENCE_SECONDS)
         super()._on_welcome(message)
-        self._fence.lease.seconds = message.fence_seconds or FENCE_SECONDS
         period = min(message.heartbeat_period, self._fence.lease.seconds * BEAT_SHARE)
         self._reports.configure(period, message.progress_seconds, message.brief)
 
@@ -253,10 +253,11 @@ class RestartAgent(Agent):
         if not ready:
             self._next = self._asked = None
             return
+        world = world_of(plan, self.place, self._node_names)
         if not self._may_begin(plan):
             return
-        self._next, self._asked, now = None, None, time.monotonic()
-        world, self._began = world_of(plan, self.place, self._node_names), now
+        self._next, self._asked = None, None
+        self._began = time.monotonic()
         self._store.close()
         for rank in ready:
             rank.enter_generation(
@@ -293,8 +294,8 @@ class RestartAgent(Agent):
     def _break(self, message: wire.Break) -> None:
         self._next = self._asked = None
         if 0 < self._world <= message.generation:
-            self._world = 0
             self._fence.end_world()
+            self._world = 0
         if any([rank.break_(message.generation) for rank in self._plain.values()]):
             now = time.monotonic()
             self._term_at = now + own_end_seconds(message, now - self._began)

@@ -25,6 +25,7 @@ from unicron_ctl.agent.connections.connections import Polling
 from unicron_ctl.agent.ranks import watchdog
 from unicron_ctl.agent.ranks.watchdog import NEVER
 from unicron_ctl.shared.consensus.restart_lease import Lease
+from unicron_ctl.shared.protocol.ranges import MOST_DOORS
 from unicron_ctl.shared.protocol.reach import Reach, WorldDoor, reach
 from unicron_detector.processes.step_signals import STEP_SIGNALS
 from unicron_detector.processes.supervise import Child, Surroundings
@@ -38,7 +39,6 @@ BEAT_SHARE, LATE_SHARE = (
     0.3,
 )  # of the lease, at most between two statuses; without an answer, until doors are tried
 EARLY_SECONDS = 0.3  # before the end of the lease, for the agent to end the processes itself and say why
-SIDE_BY_SIDE = 16
 WATCHDOG_SECONDS = 1.0  # before a watchdog that has ended is started again
 QUESTIONS = 256  # that may have no answer yet
 CUT_OFF = (
@@ -200,6 +200,12 @@ class Fence:
         """Whether it is time to ask the controller for an answer again."""
         return clock() - self._asked_at >= ASK_SECONDS
 
+    def set_seconds(self, seconds: float) -> None:
+        """Set the lease's length. An answer to a status that named another one does not extend it."""
+        if seconds != self.lease.seconds:
+            self.lease.seconds = seconds
+            self._asked.clear()
+
     def on_question(self, number: int) -> None:
         """Note that the status with this number, which asks for an answer, is about to be sent."""
         self._asked_at = self._asked[number] = clock()
@@ -220,6 +226,7 @@ class Fence:
         unwatched: the controller does not take this agent, and forms no other world of its node. pids: the processes of
         the world, leaders of process groups."""
         with self._lock:
+            self.door.answer()  # else its queue is full after a while, and the kernel answers nobody
             self._pids, self._begins = tuple(pids), self._begins and not pids
             self._mute(muted)
             if unwatched:
@@ -245,12 +252,13 @@ class Fence:
         """Try the doors of the world whenever the controller is late with an answer, and renew the lease by them."""
         while not self._closed.wait(PASS_SECONDS if self.lease.armed or not self._pids else UNARMED_SECONDS):
             with self._lock:
+                self.door.answer()  # also while the agent's loop is busy
                 doors, world = self._doors, self._world
                 late = clock() - self._heard_at >= self.lease.seconds * LATE_SHARE or not self.lease.armed
                 if not doors or self._deaf or not late or not (self._pids or self._answered != world):
                     continue
             began, found = clock(), 0
-            with contextlib.suppress(RuntimeError), ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            with contextlib.suppress(RuntimeError), ThreadPoolExecutor(MOST_DOORS) as pool:
                 found = sum(word is Reach.REACHED for word in pool.map(partial(reach, seconds=REACH_SECONDS), doors))
             with self._lock:
                 self._answered = world

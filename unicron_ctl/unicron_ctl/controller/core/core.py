@@ -39,7 +39,7 @@ from unicron_ctl.controller.model.view import Listing, Live, Outcome, Send, Slur
 from unicron_ctl.controller.nodes import isolation, readmission
 from unicron_ctl.controller.plan import reconcile, slurm_actions
 from unicron_ctl.controller.plan.inputs import around, inputs, replan, why_fixed
-from unicron_ctl.controller.sense import iterations, outliers
+from unicron_ctl.controller.sense import iterations, members, outliers
 from unicron_ctl.controller.sense.sensors import CLUSTER_SENSORS, ClusterSensor, When
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event, Record
@@ -398,6 +398,8 @@ class Core:
         if job.ahead:
             self.turns.advance(state)
             return
+        if job.going and job.state.job not in self.turns.begun:
+            members.take_in_progress(job, runtime.sensors.iterations.standing)
         self.turns.run_sensors(state, When.TICK)
         self.carry_out(mode_of(state).report(self.view, job, runtime.newcomers))
         self.turns.advance(state)

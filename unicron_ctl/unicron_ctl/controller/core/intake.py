@@ -143,17 +143,16 @@ class Intake:
             return True
         if message.tables and not state.over:
             self._take_steps(state, agent, message.tables)
+        was_expired, agent.route, agent.expired = agent.expired, route, False
         changed = agent.on_going(message, self._view.now)
-        job, usual = self._view.job(state), state.phase is Phase.RUNNING and not agent.expired
-        agent.route = route
+        job, usual = self._view.job(state), state.phase is Phase.RUNNING and not was_expired
         self._view.live.note_word(agent, self._view.now)
         if changed is None:
             if self._view.now - agent.repeated.get("whole", -WHOLE_SECONDS) >= WHOLE_SECONDS:
                 agent.repeated["whole"] = self._view.now
                 self._carry_out(Outcome(sends=[Send(route, wire.Ping())]))
             changed = []
-        if agent.expired:
-            agent.expired = False
+        if was_expired:
             self._revive_agent(job, agent)
             changed = list(agent.slots)
         if usual:
@@ -171,7 +170,7 @@ class Intake:
         was_expired, agent.route, agent.expired = agent.expired, route, False
         changed = agent.on_status(message, self._view.now)
         self._view.live.note_word(agent, self._view.now)
-        if message.answer:
+        if message.answer and not 0 < message.begins <= state.broken:  # a world that is over must not begin
             self._carry_out(Outcome(sends=[Send(route, wire.Pong(number=message.number))]))
         job = self._view.job(state)
         if was_expired:

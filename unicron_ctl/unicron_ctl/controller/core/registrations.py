@@ -160,7 +160,7 @@ class Registrations:
             job.last_arrival = view.now
         agent.route, agent.expired = route, False
         agent.images_at, agent.token = message.images, message.token
-        agent.number = 0  # any status from now on is newer
+        agent.number = agent.whole = 0  # any status from now on is newer, and no heartbeat adds to an older one
         agent.repeated.clear()
         live.note_word(agent, view.now)
         job.touched.add(message.element)

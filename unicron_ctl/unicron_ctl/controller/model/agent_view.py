@@ -143,14 +143,14 @@ class AgentView:
         changed: list[int] = []
         for part in message.progress:
             slots = part.slots or (self.ranks.keys() - apart if apart else self.ranks)
-            moved = [slot for slot in slots if slot in self.ranks and self.ranks[slot].changed != part.changed]
-            changed += moved
-            for slot in moved:
-                rank = self.ranks[slot]
+            for slot in slots:
+                rank = self.ranks.get(slot)
+                if rank is None or (rank.iteration == part.iteration and rank.phase == part.phase):
+                    continue
                 if rank.iteration != part.iteration:
                     rank.iteration, rank.done = part.iteration, []
-                rank.phase, rank.changed = part.phase, part.changed
-                self.progress[slot] = now
+                rank.phase, self.progress[slot] = part.phase, now
+                changed.append(slot)
         return changed
 
     def _note_change(self, slot: int, old: RankStatus | None, rank: RankStatus, now: float) -> None:

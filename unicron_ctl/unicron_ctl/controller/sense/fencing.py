@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from unicron_ctl.controller.failure_detector import quorum
 from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.job_state import JobState, Phase
+from unicron_ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.live import Fence
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.shared.consensus.restart_lease import gone_at, on_another_clock
 
+MAY_LIVE = ("silent", AGENT_DIED, NODE_ENDED)  # values of `gone` of an agent whose processes may live on
 UNKNOWN_SECONDS = 36.0  # the lease of an agent that has not named it to this controller: as in release 0.2, with margin
 
 
@@ -93,7 +94,7 @@ def _recall(view: View, job: JobView) -> None:
         return
     job.fences_known = True
     for element, record in agents.items():
-        if record.gone == "silent" and len(agents) > 1 and record.agent not in job.fences:
+        if record.gone in MAY_LIVE and len(agents) > 1 and record.agent not in job.fences:
             fence = Fence(element, view.started_at, len(agents), True, _unknown_lease(view))
             job.fences[record.agent] = fence
 
@@ -109,8 +110,11 @@ def _until(view: View, job: JobView, fence: Fence, doubtful: int) -> float:
     if not fence.fenced:
         return fence.heard + view.config.state_wait_seconds
     silent, state = len(job.fences) + doubtful, job.state
+    others = max(0, fence.nodes - silent)
+    if any(agent.alive and not agent.status.world and agent.element in state.inside for agent in job.agents.values()):
+        silent, others = fence.nodes, 0  # agents of release 0.2 open their doors for every world
     broken = max(state.since, view.started_at) if state.phase is Phase.FORMING else view.now
-    return gone_at(fence.heard, broken, fence.lease, silent, max(0, fence.nodes - silent))
+    return gone_at(fence.heard, broken, fence.lease, silent, others)
 
 
 def stop_limit(view: View, job: JobView) -> float:

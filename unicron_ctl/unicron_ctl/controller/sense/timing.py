@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,7 +28,7 @@ from unicron_detector.iterations.stragglers import Stragglers
 
 WINDOW, NEWEST = 16, 4  # iterations
 MOST_COMPARED = 64  # ranks that are compared with each other one by one
-MOST_NOTED = 4096  # step reports that wait to be taken in
+MOST_NOTED = 1 << 15  # ranks' steps that wait to be taken in
 CHOOSE_EVERY = 64  # iterations between two choices of the ranks to compare
 COLUMNS = (*PHASES, "outside")  # of the array: the order of `structs.PHASES`
 SHARED_PHASES = [COLUMNS.index(name) for name in ("data", "forward", "backward")]  # their time grows with the share
@@ -49,6 +50,19 @@ class Slow:
     reported: bool = True
 
 
+class Times(NamedTuple):
+    """The phase times of one report. The rest of its message is not kept: it may be large."""
+
+    iteration: int
+    slots: list[int]
+    phases: bytes
+    shares: list[int]
+    """Micro-batches that each rank computed."""
+    habits: bool
+    reports: bool
+    """The ranks report what they do."""
+
+
 @dataclass
 class PhaseTimes:
     """The last phase times of a job's ranks, in seconds."""
@@ -66,11 +80,11 @@ class PhaseTimes:
         self.rows.clear()
         self.newest, self.chosen_at, self.chosen = -1, -1, []
 
-    def take_in(self, steps: Sequence[structs.StepTable]) -> tuple[list[int], npt.NDArray[np.float64]]:
+    def take_in(self, steps: Sequence[Times]) -> tuple[list[int], npt.NDArray[np.float64]]:
         """Take in phases of agents' ranks. Returns the ranks' slots and phases, without those that make no sense."""
         slots = [slot for step in steps for slot in step.slots]
         values = np.frombuffer(b"".join([step.phases for step in steps]), dtype="<f8").reshape(-1, len(COLUMNS))
-        shares = [len(batches) for step in steps for batches in _micro_batches(step)]
+        shares = [share for step in steps for share in step.shares]
         iterations = np.repeat([step.iteration for step in steps], [len(step.slots) for step in steps])
         with np.errstate(over="ignore", invalid="ignore"):  # any bytes may have come
             good = (values >= 0.0).all(axis=1) & (values.sum(axis=1) < 1e9)
@@ -164,8 +178,9 @@ class JobTimes:
     _patience: Patience = field(default_factory=Patience)
     stragglers: Stragglers = field(default_factory=Stragglers)
     _phases: PhaseTimes = field(default_factory=PhaseTimes)
-    _noted: list[tuple[structs.StepTable, bool, bool]] = field(default_factory=list)
-    """Step reports not taken in yet, whether they show habits, and whether the ranks report what they do."""
+    _noted: list[Times] = field(default_factory=list)
+    """Not taken in yet."""
+    _ranks_noted: int = 0
     generation: int = -1
     nodes: int = 0
     memory: float = 0.0
@@ -209,8 +224,11 @@ class JobTimes:
     def on_step(self, step: structs.StepTable, reports: bool = True) -> None:
         """Note the phase times of one agent's ranks. reports: they report what they do; for others, all but waiting is
         their script's own code."""
-        self._noted.append((step, reports or not self.monitor.warming, reports))  # its start is none of its habits
-        if len(self._noted) >= MOST_NOTED:
+        shares = [len(batches) for batches in _micro_batches(step)]
+        habits = reports or not self.monitor.warming  # its start is none of its habits
+        self._noted.append(Times(step.iteration, step.slots, step.phases, shares, habits, reports))
+        self._ranks_noted += len(shares)
+        if self._ranks_noted >= MOST_NOTED:
             self._take_in()
 
     @property
@@ -227,10 +245,10 @@ class JobTimes:
 
     def _take_in(self) -> None:
         """Take in what was noted: for thousands of agents at once that costs a tenth."""
-        noted, self._noted = self._noted, []
-        for kind in {each[1:] for each in noted}:
-            habits, reports = kind
-            slots, phases = self._phases.take_in([step for step, *of in noted if tuple(of) == kind])
+        noted, self._noted, self._ranks_noted = self._noted, [], 0
+        for habits, reports in {(each.habits, each.reports) for each in noted}:
+            alike = [each for each in noted if (each.habits, each.reports) == (habits, reports)]
+            slots, phases = self._phases.take_in(alike)
             if not slots or not habits:
                 continue
             if not reports:

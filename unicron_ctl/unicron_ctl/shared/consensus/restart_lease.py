@@ -63,7 +63,7 @@ class Lease:
         """The time by which the processes have to be gone; infinity without a lease."""
         if not self.armed:
             return float("inf")
-        return min(self._until, self._all_at + PART_SECONDS)
+        return min(self._until, self._all_at + max(PART_SECONDS, self.seconds))
 
 
 def gone_at(heard: float, broken: float, lease: float, silent: int, others: int) -> float:
@@ -76,7 +76,7 @@ def gone_at(heard: float, broken: float, lease: float, silent: int, others: int)
     if not lease:
         return heard + (OLD_SECONDS if minority else OLD_PART_SECONDS)
     if not minority:
-        return max(heard, broken) + on_another_clock(PART_SECONDS)
+        return max(heard, broken) + on_another_clock(max(PART_SECONDS, lease))
     return max(heard + on_another_clock(lease), broken + on_another_clock(lease * DOORS_SHARE))
 
 

@@ -291,7 +291,6 @@ class Progress(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
     iteration: ranges.Iteration
     phase: ranges.RankPhase
-    changed: ranges.Time  # the last change among them
     slots: Annotated[list[ranges.Slot], Meta(max_length=ranges.MOST_RANKS)] = []
     """Empty: all of the node's that train and are in no other entry."""
 

@@ -147,6 +147,13 @@ class Going(Message, tag="going"):
     moved: ranges.Count = 0
     tables: StepTables = []
 
+    def __post_init__(self) -> None:
+        if len(self.progress) > 1:
+            slots = [slot for part in self.progress for slot in part.slots]
+            others = sum(not part.slots for part in self.progress)
+            if len(set(slots)) < len(slots) or len(slots) > ranges.MOST_RANKS or others > 1:
+                raise ValueError("each slot is in one place")
+
 
 class Envelope(msgspec.Struct):
     """The kind of a message. Skipping all else takes a tenth of the time of decoding it."""

@@ -55,7 +55,7 @@ VARIABLES = {
     "UNICRON_COLLECTIVE_TIMEOUT": time_limits.COLLECTIVE_TIMEOUT,
 }
 
-FENCES = Range(3.5, DAY, why="the others must be asked in time when the controller is away")
+FENCES = Range(5.0, DAY, why="the others must be asked in time when the controller is away")
 HEARTBEATS = Range(0.01, 60.0, why="agents refuse anything else")
 
 RULES: tuple[Rule, ...] = (
@@ -115,7 +115,7 @@ CONSTANT_RULES: tuple[Rule, ...] = (
     Rule("controller.CUT_SECONDS", "controller.CUT_LIMIT_SECONDS", "copies take their time"),
     Rule("agent.TOUCH_SECONDS", "agent.FORGOTTEN_SECONDS", "what is in use must not look forgotten"),
     Rule(
-        "agent.REACH_SECONDS + agent.PASS_SECONDS + agent.EARLY_SECONDS",
+        "agent.REACH_SECONDS + agent.REACH_SECONDS + agent.PASS_SECONDS + agent.EARLY_SECONDS",
         "consensus.LEAST_DOORS_SECONDS",
         "the others' doors are tried again before a lease is over",
     ),

@@ -42,11 +42,11 @@ def sent(message: wire.Message) -> wire.Message:
 
 def test_mere_progress_is_said_briefly():
     status = trained(2, iteration=9)
-    status.ranks[5].phase, status.ranks[5].changed, status.moved = "reducing", 3.0, 70
+    status.ranks[5].phase, status.moved = "reducing", 70
     message = sent(chooser().form(status, 1.0))
     assert isinstance(message, wire.Going) and (message.number, message.on, message.moved) == (2, 1, 70)
-    rows = [(row.iteration, row.phase, row.changed, row.slots) for row in message.progress]
-    assert rows == [(9, "computing", 2.0, []), (9, "reducing", 3.0, [5])]
+    rows = [(row.iteration, row.phase, row.slots) for row in message.progress]
+    assert rows == [(9, "computing", []), (9, "reducing", [5])]
 
 
 CHANGES: dict[str, Callable[[wire.Status], object]] = {
@@ -75,6 +75,43 @@ def test_every_other_change_is_said_whole(change):
     status = trained(2)
     change(status)
     assert chooser().form(status, 1.0) is status
+
+
+def test_a_rank_that_works_again_is_said_whole_once():
+    heartbeats = Heartbeats()
+    heartbeats.period = PERIOD
+    for number, idle in enumerate((60.0, 0.0), start=1):
+        status = trained(number)
+        status.ranks[4].idle = idle
+        assert heartbeats.form(status, float(number)) is status
+    assert isinstance(heartbeats.form(trained(3), 3.0), wire.Going)
+
+
+def test_only_ranks_that_went_on_have_made_progress():
+    known, heartbeats = view(), Heartbeats()
+    heartbeats.period = PERIOD
+    known.on_status(sent(heartbeats.form(trained(1), 0.0)), 0.0)
+    status = trained(2)
+    status.ranks[5].phase = "reducing"
+    assert known.on_going(sent(heartbeats.form(status, 1.0)), 1.0) == [5]
+    assert known.progress == {4: 0.0, 5: 1.0, 6: 0.0}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [structs.Progress(1, "computing"), structs.Progress(2, "computing")],
+        [structs.Progress(1, "computing", [4, 4])] * 2,
+    ],
+    ids=["two for all others", "one slot twice"],
+)
+def test_a_slot_that_is_in_two_places_is_refused(rows):
+    message = wire.Going(
+        job="1", element=2, agent="a", sent=1.0, number=2, on=1, progress=[structs.Progress(1, "synced")]
+    )
+    message.progress = rows
+    with pytest.raises(wire.BadMessage):
+        sent(message)
 
 
 def test_after_a_few_heartbeats_in_doubt_and_to_an_earlier_release_it_is_whole():

@@ -31,3 +31,20 @@ def test_agents_of_the_release_before_are_healed_alike(brief):
     agents[1].die(1)
     world.run(3.0)
     assert world.job().iteration == 2 and [f.record.slots for f in world.job().failures] == [[1]]
+
+
+def test_an_agent_that_comes_back_with_a_brief_heartbeat_has_a_lease_again():
+    """Defect: it got none, so that its death after that was never seen."""
+    world, (agent, _) = trained(2, seconds=0.3)
+    live = world.core.view.live
+    agent.silent = True
+    world.run(8.0)
+    view = live.agent("1", 0)
+    assert view.expired
+    agent.silent = False
+    message = agent.heartbeats.form(agent.whole(), world.now)
+    if isinstance(message, wire.Status):
+        message = agent.heartbeats.form(agent.whole(), world.now)
+    assert isinstance(message, wire.Going)
+    world.to_core(agent, message)
+    assert not view.expired and any(one is view for one in live.leases.values())
