@@ -95,6 +95,8 @@ class FencedAgent(PlainAgent):
         self.inbox: list[wire.Message] = []
         self.due = 0.0
         self.confirmed = 0  # the controller knows that it begins this world
+        self.questions: dict[int, tuple[float, int]] = {}
+        """Number of a status -> when it was sent, and the world that it said it begins."""
         self.fenced = False
 
     @property
@@ -106,11 +108,21 @@ class FencedAgent(PlainAgent):
         world = self.world
         if self.stopped or world.paused or not world.passes(self.node, ""):
             return
-        sent = self.clock - world.chance.uniform(0.0, 0.4) * self.rate
         super().status(leaving)
-        if world.passes("", self.node):
-            self.held_lease.on_controller(sent)
-            self.confirmed = self.begins
+
+    def whole(self, leaving: str = "") -> wire.Status:
+        """All that it has to say now; it asks for an answer each time."""
+        status = super().whole(leaving)
+        status.answer = True
+        sent = self.clock - self.world.chance.uniform(0.0, 0.4) * self.rate
+        self.questions[status.number] = sent, status.begins
+        return status
+
+    def _on_answer(self, number: int) -> None:
+        sent, begins = self.questions.pop(number, (float("-inf"), 0))
+        self.held_lease.on_controller(sent)
+        if begins and begins == self.begins:
+            self.confirmed = begins
 
     def get(self, message: wire.Message) -> None:
         """What is on its way for long comes in the end, or never."""
@@ -131,6 +143,8 @@ class FencedAgent(PlainAgent):
             self._on_plan(message)
         elif isinstance(message, wire.Break):
             self._on_break(message)
+        elif isinstance(message, wire.Pong):
+            self._on_answer(message.number)
         else:
             FakeAgent.get(self, message) if not isinstance(message, wire.StartRank) else super().get(message)
 
