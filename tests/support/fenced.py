@@ -145,6 +145,10 @@ class FencedAgent(PlainAgent):
             self._on_break(message)
         elif isinstance(message, wire.Pong):
             self._on_answer(message.number)
+        elif isinstance(message, wire.StopRank):
+            self.kill_at = min(self.kill_at, self.world.now + self.world.chance.uniform(0.0, KILL))
+        elif isinstance(message, wire.StartRank) and self.process:
+            pass  # as agents do while a process lives; the order is repeated
         else:
             FakeAgent.get(self, message) if not isinstance(message, wire.StartRank) else super().get(message)
 
@@ -205,7 +209,7 @@ class FencedAgent(PlainAgent):
             self.held_lease.on_doors(found, self.clock)
 
     def _begin(self) -> None:
-        if self.coming is None or self.clock >= self.held_lease.expires_at - EARLY:
+        if self.coming is None or self.clock >= self.held_lease.renewed_until - EARLY:
             return
         plan, latest = self.coming
         if not self.held_lease.armed and self.world.now < latest:

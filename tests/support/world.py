@@ -91,7 +91,7 @@ class FakeAgent:
         self.cut = False  # it lives, and is silent only to the controller
         self.killed = False  # its node lives, and says so
         self.fenced = self.restarts  # its processes end by themselves where it is cut off
-        self.opened = 0  # the port of its next world
+        self.opened = 9999 if self.restarts else 0  # the port of its next world
         self.begins = 0  # the generation of the world that it is about to begin
         self.number = 0
         self.heard: list[wire.Message] = []

@@ -114,8 +114,8 @@ def test_a_restarted_rank_joins_by_an_offer():
     status = wire.decode(agent.say(11.0))
     assert status.number == 1 and status.ranks[1].incarnation == 1
     assert agent.steps(3, 8, 1.0, 12.0)
-    (report,) = wire.decode(agent.say_steps()).reports
-    assert [rank.micro_batches for rank in report.ranks] == [[0], [1]] and report.total == 2
+    (report,) = wire.decode(agent.say_steps()).tables
+    assert report.micro_batches == [[0], [1]] and report.total == 2
 
 
 def test_a_month_of_failures_is_in_order_and_repeatable():

@@ -289,7 +289,7 @@ class RestartAgent(Agent):
         if self._asked is None or self._asked[1] != self._fence.holds:
             self._asked = self._reports.number + 1, self._fence.holds
             self._send_status()
-        return self._fence.answered >= self._asked[0] and not self._fence.over
+        return self._fence.answered >= self._asked[0] and not self._fence.stale
 
     def _break(self, message: wire.Break) -> None:
         self._next = self._asked = None

@@ -185,6 +185,11 @@ class Fence:
         """The lease is over, or nearly."""
         return clock() >= self.lease.expires_at - EARLY_SECONDS
 
+    @property
+    def stale(self) -> bool:
+        """The controller's last answer is too old to begin a world: it may count this node's processes no more."""
+        return clock() >= self.lease.renewed_until - EARLY_SECONDS
+
     def begin_world(self, doors: Sequence[str]) -> None:
         """Begin a world. doors: of its other agents, as far as they are known."""
         with self._lock:

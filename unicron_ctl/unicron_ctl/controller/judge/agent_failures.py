@@ -33,10 +33,11 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
     """Record the loss of a node on two kinds of evidence, and take the node out of service."""
     out, state, element = Outcome(hurry=True), job.state, finding.element
     agent = state.agents.get(element)
+    # Also of a node without which the job goes on already: it may not have stopped.
+    lives = "" if finding.dead else fencing.fell_silent(view, job, element)
     if agent is None or _quiet(view, job, agent, element, out):
         return out
     verdict = view.classifier.cause("lost_connection", finding.evidence)
-    lives = "" if finding.dead else fencing.fell_silent(view, job, element)
     decision = Decision(Severity.SEV1, ISOLATE, f"{agent.node} is lost ({finding.by}){lives}", verdict.cause)
     out.record(state, _element_failure(job, agent, finding, verdict, decision, f"is gone with its node {agent.node}"))
     reason = "dead" if finding.dead else "silent"
@@ -62,6 +63,8 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
     """Record the death of an agent and its ranks. Its node answers, or stays under question (:mod:`ending_nodes`)."""
     out, state, element = Outcome(hurry=True), job.state, finding.element
     agent = state.agents.get(element)
+    # Also of a node without which the job goes on already: it may not have stopped.
+    lives = "" if finding.dead or finding.by == PORT_CLOSED else fencing.fell_silent(view, job, element)
     if agent is None or _quiet(view, job, agent, element, out, ended_with_block(state, element)):
         return out
     if state.noticed.get(element) == agent.agent:
@@ -73,7 +76,6 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
     hint = f" (a datagram, which proves nothing, says of its task: {task.reason})" if task else ""
     verdict = view.classifier.cause("exited_abnormally", finding.evidence)
     node = "its node answers" if finding.answers else "as far as is known: nothing else of its node has answered"
-    lives = "" if finding.dead or finding.by == PORT_CLOSED else fencing.fell_silent(view, job, element)
     follows, action = "its element is started again in place", RESTART
     if state.settings.allocation:
         follows, action = "Slurm starts no task of an allocation again, so the job goes on without the node", NOTHING

@@ -55,8 +55,9 @@ def holds(view: View, job: JobView) -> bool:
 
 
 def _nodes(state: JobState) -> int:
-    """Return the number of nodes of the last world."""
-    return len(state.elements(state.plan.members)) if state.plan is not None else len(state.inside)
+    """Return the number of nodes of the last world, or of all agents once that is not known any more."""
+    inside = len(state.elements(state.plan.members)) if state.plan is not None else len(state.inside)
+    return inside or len(state.agents)
 
 
 def _shows_process(state: JobState, agent: AgentView) -> bool:
@@ -111,7 +112,8 @@ def _until(view: View, job: JobView, fence: Fence, doubtful: int) -> float:
         return fence.heard + view.config.state_wait_seconds
     silent, state = len(job.fences) + doubtful, job.state
     others = max(0, fence.nodes - silent)
-    if any(agent.alive and not agent.status.world and agent.element in state.inside for agent in job.agents.values()):
+    inside = (agent for agent in job.agents.values() if agent.alive and agent.element in state.inside)
+    if fence.lease and any(not agent.status.world for agent in inside):
         silent, others = fence.nodes, 0  # agents of release 0.2 open their doors for every world
     broken = max(state.since, view.started_at) if state.phase is Phase.FORMING else view.now
     return gone_at(fence.heard, broken, fence.lease, silent, others)

@@ -59,6 +59,11 @@ class Lease:
             self._all_at = max(self._all_at, asked_at)
 
     @property
+    def renewed_until(self) -> float:
+        """The end of what the last answer is good for, also while there is no lease: later no world may begin."""
+        return self._until
+
+    @property
     def expires_at(self) -> float:
         """The time by which the processes have to be gone; infinity without a lease."""
         if not self.armed:

@@ -326,7 +326,7 @@ def test_of_strangers_only_what_is_heeded_is_decoded(server: Server, monkeypatch
 
 def test_what_strangers_may_say_are_the_kinds_that_are_not_the_agents() -> None:
     kinds = {kind.__struct_config__.tag for kind in get_args(wire.ToController)}
-    assert kinds - wire.OF_AGENTS == {"register", "ask", "status"} and wire.OF_AGENTS < kinds
+    assert kinds - wire.OF_AGENTS == {"register", "ask", "status", "going"} and wire.OF_AGENTS < kinds
 
 
 def test_the_longest_registration_of_an_agent_is_heard_of_a_stranger() -> None:
