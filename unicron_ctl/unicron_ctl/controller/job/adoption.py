@@ -22,7 +22,7 @@ from unicron_ctl.controller.job.deciding import decide
 from unicron_ctl.controller.job.runtime import JobRuntime
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding
-from unicron_ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED, JobState, Phase
+from unicron_ctl.controller.model.job_state import MAY_LIVE, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.live import look_again
 from unicron_ctl.controller.model.view import Outcome, View
@@ -35,7 +35,6 @@ from unicron_detector.words import all_of
 
 RECORD_SECONDS = 1.0  # of a Break, before a wait for silent members is recorded
 MISSED_KEPT = 16  # elements of one generation that are recorded as missed
-MAY_LIVE = ("silent", AGENT_DIED, NODE_ENDED)  # ends of an agent whose ranks may live until `quorum` shows their end
 LOOK_SECONDS = 0.5  # between two checks for missing ranks of a forming job
 RECALLS_AT_ONCE = 3  # agents that are asked for the plan at the same time
 

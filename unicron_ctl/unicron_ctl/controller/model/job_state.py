@@ -25,6 +25,7 @@ DECISIONS_KEPT = 50
 AFTER_END_SECONDS = 30.0  # a later start after the job's end means that the job is wanted again
 WITH_BLOCK = "ended with its block"
 AGENT_DIED, NODE_ENDED = "agent died", "node ended"  # values of `gone`: it died, and then its node ended, too
+MAY_LIVE = ("silent", AGENT_DIED, NODE_ENDED)  # ends of an agent whose ranks may live until `quorum` shows their end
 # The values of `gone` that explain an agent's end; of an agent that left by itself it is the agent's own reason.
 CERTAIN_ENDS = ("", "finished", "taken away", "put aside", "dead", "silent", NODE_ENDED, WITH_BLOCK)
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from unicron_ctl.controller.failure_detector import quorum
 from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.job_state import AGENT_DIED, NODE_ENDED, JobState, Phase
+from unicron_ctl.controller.model.job_state import MAY_LIVE, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.live import Fence
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.shared.consensus.restart_lease import gone_at, on_another_clock
 
-MAY_LIVE = ("silent", AGENT_DIED, NODE_ENDED)  # values of `gone` of an agent whose processes may live on
 UNKNOWN_SECONDS = 36.0  # the lease of an agent that has not named it to this controller: as in release 0.2, with margin
 
 
