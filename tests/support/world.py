@@ -93,6 +93,7 @@ class FakeAgent:
         self.fenced = self.restarts  # its processes end by themselves where it is cut off
         self.opened = 9999 if self.restarts else 0  # the port of its next world
         self.begins = 0  # the generation of the world that it is about to begin
+        self.stored = True  # its node's rendezvous store lives
         self.number = 0
         self.heard: list[wire.Message] = []
         self.held: dict[int, wire.PlanShare] = {}
@@ -174,7 +175,7 @@ class FakeAgent:
             agent=self.agent,
             sent=self.world.now,
             number=self.number,
-            store=f"127.0.0.1:{9000 + self.element}",
+            store=f"127.0.0.1:{9000 + self.element}" if self.stored else "",
             leaving=leaving,
             noticed=self.noticed,
             pinged=self.pinged,

@@ -27,6 +27,8 @@ from unicron_detector.words import plural
 
 STEADY_SECONDS = 600.0  # a world that has run for so long works: earlier failures are forgiven
 MOST_RESTARTS = 16  # after losses, in a row without progress in between
+STORE_SECONDS = 60.0  # a rendezvous store is started three times in less
+NO_STORE = "no node of the job could start a rendezvous store: the agents' lines in the job's output say why"
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,9 @@ class Session:
         nobody, decision = _nobody(view, job)
         if nobody:
             return Trigger(Event.NOBODY, nobody)
-        if not job.has_store():
-            return None
+        if not job.has_store():  # it ended, and its agent starts it again
+            late = job.seconds_in_phase(view.now) > STORE_SECONDS
+            return Trigger(Event.NOBODY, NO_STORE) if late else None
         return Trigger(Event.REPORTED, "all survivors have stopped", decision=decision)
 
     def why_exhausted(self, job: JobState) -> str:
