@@ -109,6 +109,13 @@ class Standing:
             self._stop_judging(slot)
         self.update_running(running)
 
+    def stop_judging(self, slots: Sequence[int]) -> None:
+        """Take in that these members report no iterations at present."""
+        if self.done:
+            for slot in slots:
+                self._drop(slot)
+        self.unjudged.update(slots)
+
     def _stop_judging(self, slot: int) -> None:
         self._drop(slot)
         self.unjudged.add(slot)

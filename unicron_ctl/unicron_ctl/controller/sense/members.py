@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
-from unicron_ctl.controller.model.job_state import AgentRecord, Identity, JobState, Phase
+from unicron_ctl.controller.model.job_state import NO_SLOT, AgentRecord, Identity, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense.findings import slot_finding
@@ -19,21 +19,30 @@ from unicron_ctl.shared.protocol.structs import RankStatus
 
 
 def take_in_changes(job: JobView, standing: Standing) -> list[int]:
-    """Take in common changes, a member's progress or its stop after a Break, and return the slots that need a closer
-    look. It is one loop, because it runs for every rank in every iteration."""
+    """Take in common changes, and return the slots that need a closer look. Common are a member's progress, its stop
+    after a Break and its way into a plan, and a process that gets ready while the job forms.
+
+    It is one loop, because it runs for every rank in every iteration.
+    """
     state = job.state
     members, lost, agents, awaited = state.members, state.lost, job.agents, job.awaited
     per_node = max(1, state.settings.ranks_per_node)
-    breaking = state.phase is Phase.BREAKING
+    breaking, entering_phase = state.phase is Phase.BREAKING, state.phase is Phase.ENTERING
+    forming = state.phase is Phase.FORMING
     plan = state.offer or state.plan
     generation = plan.generation if plan is not None and state.phase is not Phase.FORMING else -1
     # While an offer is open, members run on in the plan before it.
     offered = state.plan.generation if state.offer is not None and state.plan is not None else generation
-    odd, running = [], []
+    odd, running, entering = [], [], []
     for slot in job.changed:
         agent, member = agents.get(slot // per_node), members.get(slot)
         status = agent.ranks.get(slot) if agent is not None else None
-        if status is None or member is None or slot in lost or not _goes_on(agents[slot // per_node], status, member):
+        if agent is None or status is None:
+            odd.append(slot)
+        elif member is None:
+            if not (forming and _gets_ready(state, agent, slot, status)):
+                odd.append(slot)
+        elif slot in lost or not _goes_on(agent, status, member):
             odd.append(slot)
         elif status.state == "running" and not breaking and status.generation in (generation, offered):
             if status.generation == generation:
@@ -42,10 +51,26 @@ def take_in_changes(job: JobView, standing: Standing) -> list[int]:
             running.append((slot, status))
         elif status.state == "stopped" and breaking and status.broken >= state.broken:
             awaited.discard(slot)
+        elif status.state == "entering" and entering_phase and status.entering == generation and slot in awaited:
+            job.stopped.pop(slot, None)
+            entering.append(slot)
         else:
             odd.append(slot)
     standing.update_running(running)
+    standing.stop_judging(entering)
     return odd
+
+
+def _gets_ready(job: JobState, agent: AgentView, slot: int, status: RankStatus) -> bool:
+    """Whether a rank outside the job is a new process that starts or waits, which calls for nothing while the job
+    forms."""
+    if status.state not in ("starting", "waiting") or slot in job.joining or _reports(status):
+        return False
+    if status.incarnation < job.slots.get(slot, NO_SLOT).wanted:
+        return False
+    if job.banished.get(slot) == (agent.agent, status.incarnation):
+        return False
+    return not agent.expired and not agent.status.leaving and not agent.status.begins  # a world that may be over
 
 
 def take_in_progress(job: JobView, standing: Standing) -> None:
@@ -80,9 +105,12 @@ def _in_step(job: JobView, agent: AgentView) -> bool:
 
 def _goes_on(agent: AgentView, status: RankStatus, member: Identity) -> bool:
     """Whether the member is the same process, of a living agent, and has nothing to report."""
-    reports = status.exit is not None or status.fault is not None or status.note is not None
     same = status.incarnation == member.incarnation and agent.agent == member.agent
-    return same and not reports and not agent.expired and not agent.status.leaving
+    return same and not _reports(status) and not agent.expired and not agent.status.leaving
+
+
+def _reports(status: RankStatus) -> bool:
+    return status.exit is not None or status.fault is not None or status.note is not None
 
 
 def check_members(view: View, job: JobView, slots: Iterable[int]) -> Outcome:
