@@ -158,6 +158,8 @@ class Core:
             view, element = self.view.job(state), state.element(record.slot)
             view.touched.add(element)
             view.restarts.add(element)
+            if (agent := view.agents.get(element)) is not None:
+                agent.can_enter = None
         elif isinstance(record, records.NodeEvent):
             self.node_events.note(event)
         return event

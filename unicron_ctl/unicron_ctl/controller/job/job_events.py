@@ -115,20 +115,32 @@ def _ready(view: View, job: JobView) -> Trigger | None:
     if not _look_now(view, job, len(job.agents)) or fencing.holds(view, job):
         return None
     whole = waiting_elements(view, job, True)
-    slots = sorted(forming_slots(view, job, whole))
-    if missing_places(slots, job.replica) or not job.has_store() or _too_few(view, job, len(whole)):
+    if not whole and job.replica == 1 or _too_few(view, job, len(whole)):
         return None
-    inside, expected = set(whole), view.expected_elements(state)
+    slots = sorted(forming_slots(view, job, whole))
+    if missing_places(slots, job.replica) or not job.has_store():
+        return None
+    inside, expected, full = set(whole), view.expected_elements(state), len(whole) >= job.wanted
+    here = expected is not None and inside.issuperset(e for e in expected if not _is_gone(state, e))
+    settle = _settle_seconds(view, state)
+    if not (full or here) and _just_came(view, job, slots, settle):
+        return None
     coming = [e for e, a in job.agents.items() if a.alive and e not in inside and may_work(view, job, e)]
-    none_else = expected is not None and inside.issuperset(e for e in expected if not _is_gone(state, e)) and not coming
-    if len(whole) >= job.wanted or none_else:
+    if full or (here and not coming):
         return Trigger(Event.READY, f"{_ready_nodes(state, slots)}, as are all that are to be had", tuple(slots))
-    settle, enough = _settle_seconds(view, state), len(state.elements(slots)) >= state.settings.min_nodes
+    enough = len(state.elements(slots)) >= state.settings.min_nodes
     settled = view.now - _settle_from(view, job, coming, slots) >= settle
     if enough and settled and not (coming and _partial(view, job, slots)):
         reason = f"{_ready_nodes(state, slots)}, and no other came for {settle:g} s"
         return Trigger(Event.READY, reason, tuple(slots))
     return None
+
+
+def _just_came(view: View, job: JobView, slots: Sequence[int], settle: float) -> bool:
+    """Whether one of these slots came within the last `settle` seconds. The last ones are asked first: while a large
+    job starts, it is one of them."""
+    agents, per_node = job.agents, job.per_node
+    return any(view.now - agents[slot // per_node].progress.get(slot, 0.0) < settle for slot in reversed(slots))
 
 
 def _is_gone(state: JobState, element: int) -> bool:

@@ -72,6 +72,8 @@ class AgentView:
     """slot -> the last status of the process before the present one."""
     waits: bool = False
     """Whether one of its ranks waits to enter, or would."""
+    can_enter: tuple[tuple[object, ...], bool] | None = None
+    """Whether all of its ranks can enter, and what of the job that rests on (`job.candidates`). None after a change."""
     fresh: bool = False
     """Whether its last status showed a process not yet recorded as ready."""
     announced: dict[int, int] = field(default_factory=dict)
@@ -113,7 +115,7 @@ class AgentView:
         if status.number and status.number <= self.number:
             return []
         self.status, self.number, self.whole, self.in_step = status, status.number, status.number, -1
-        self.whole_at = now
+        self.whole_at, self.can_enter = now, None
         changed, waits = [], False
         self.fresh = False
         for slot in self.slots:
