@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from unicron_detector.failures.escalation_table import (
     END_JOB,
     ISOLATE,
@@ -37,8 +39,7 @@ SEVERITY_OF_ACTION = {
 OF_PROGRAMS = ("application", "unknown")  # scopes in which a program's own bug may be the reason
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """An action, with its reason."""
 
     severity: Severity
@@ -52,8 +53,7 @@ class Decision:
     """The action is delayed by this: repeated faults back off."""
 
 
-@dataclass(frozen=True)
-class Circumstances:
+class Circumstances(msgspec.Struct, frozen=True):
     """The job at the moment of a fault."""
 
     job_nodes: int = 1

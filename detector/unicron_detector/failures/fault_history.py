@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from unicron_detector.failures.escalation_table import RUNNING, TABLE, Event, State
 from unicron_detector.failures.severity import Severity
 
@@ -20,8 +22,7 @@ BLAMING = ("hardware", "network")  # scopes that may blame a node; the network's
 FAULTS_KEPT, RECENT_KEPT = 64, 1000  # of a slot or a node; of a job, at least
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(msgspec.Struct, frozen=True, gc=False):
     """One recorded fault of a slot."""
 
     time: float

@@ -6,8 +6,6 @@ Only slots whose status changed (`JobView.changed`) are checked, and closely onl
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
-
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import NO_SLOT, AgentRecord, Identity, JobState, Phase
@@ -139,8 +137,8 @@ def _find_end(view: View, job: JobView, agent: AgentView, slot: int, status: Ran
     wanted = end.code == 0 or _is_wanted(view, job, agent, slot, identity)
     what, source = What.WANTED_END if wanted else What.EXIT, Source.AGENT if status.exit else Source.RANK
     evidence = "\n".join(part for part in dict.fromkeys((fault, end.last_line)) if part)
-    found = slot_finding(view, job, what, (slot,), source, evidence, "process exit" if status.exit else "exception")
-    return replace(found, identity=identity, exit=end, fault=status.fault, pid=status.pid)
+    by, details = "process exit" if status.exit else "exception", {"fault": status.fault, "pid": status.pid}
+    return slot_finding(view, job, what, (slot,), source, evidence, by, identity=identity, exit=end, **details)
 
 
 def _is_wanted(view: View, job: JobView, agent: AgentView, slot: int, identity: Identity) -> bool:
@@ -201,16 +199,16 @@ def _find_replaced(view: View, job: JobView, agent: AgentView, slot: int, status
     if not why:
         return None
     source = Source.RANK if what is What.BROKEN else Source.AGENT
-    found = slot_finding(view, job, what, (slot,), source, why, by)
-    return replace(found, identity=member, fault=status.fault if status else None)
+    fault = status.fault if status else None
+    return slot_finding(view, job, what, (slot,), source, why, by, identity=member, fault=fault)
 
 
 def _find_note(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Finding | None:
     note = status.note if status is not None else None
     if note is None or note.at <= job.state.slot(slot).noted:
         return None
-    return replace(
-        slot_finding(view, job, What.NOTE, (slot,), Source.RANK, note.text, "checksum"), fault=note, iteration=None
+    return slot_finding(
+        view, job, What.NOTE, (slot,), Source.RANK, note.text, "checksum", fault=note, iteration=None
     )
 
 
