@@ -67,7 +67,24 @@ class Circumstances(msgspec.Struct, frozen=True):
 
 
 def decide(history: History, verdict: Verdict, fault: Fault, around: Circumstances) -> Decision:
-    """Return the decision about a verdict and its fault. Take both into the history with ``History.record``."""
+    """Return the decision about a verdict and its fault. Take both into the history with ``History.record``.
+
+    Ranks of one node that fail at once in the same way, and for the first time, get one decision: the rules look at
+    the slot's own past and at other nodes.
+    """
+    if history.knows(fault.job, fault.slot) or fault.slot == WHOLE_JOB:
+        return _decide(history, verdict, fault, around)
+    decided = verdict, around, fault.at_start, history.policy.is_quick(fault)
+    last = history.decided
+    if last is not None and last[0] == decided and fault.alike(last[1]):
+        assert isinstance(last[2], Decision)
+        return last[2]
+    decision = _decide(history, verdict, fault, around)
+    history.decided = decided, fault, decision
+    return decision
+
+
+def _decide(history: History, verdict: Verdict, fault: Fault, around: Circumstances) -> Decision:
     state = history.state(fault.job, fault.slot, fault.time)
     if verdict.action == REPORT:
         return Decision(Severity.SEV3, REPORT, f"{verdict.reason}; only reported", verdict.cause, Event.FAULT3, state)
