@@ -51,7 +51,7 @@ class Identity(NamedTuple):
     """The number of the process under that agent."""
 
 
-@dataclass
+@dataclass(slots=True)
 class SlotState:
     """One slot's processes."""
 
