@@ -167,7 +167,7 @@ class History:
 
     def __post_init__(self) -> None:
         self.decided: tuple[object, Fault, object] | None = None
-        """What decided about the last fault, that fault, and the decision, as long as it holds for a fault alike of
+        """The grounds of the last decision, its fault, and the decision, as long as it holds for an alike fault of
         another rank of that node (`escalation.decide`)."""
         self._acting: dict[str, set[int]] = {}  # follows from `states`, so no snapshot holds it
         for (job, slot), state in self.states.items():

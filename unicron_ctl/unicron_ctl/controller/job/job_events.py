@@ -5,7 +5,7 @@ Losses are not found here: a failure on record has condemned members (`judge`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from unicron_ctl.controller.failure_detector import quorum
 from unicron_ctl.controller.job import spares
@@ -115,14 +115,13 @@ def _ready(view: View, job: JobView) -> Trigger | None:
     if not _look_now(view, job, len(job.agents)) or fencing.holds(view, job):
         return None
     whole = waiting_elements(view, job, True)
-    if not whole and job.replica == 1 or _too_few(view, job, len(whole)):
+    if _too_few(view, job, len(whole)):
         return None
     slots = sorted(forming_slots(view, job, whole))
     if missing_places(slots, job.replica) or not job.has_store():
         return None
-    inside, expected, full = set(whole), view.expected_elements(state), len(whole) >= job.wanted
-    here = expected is not None and inside.issuperset(e for e in expected if not _is_gone(state, e))
-    settle = _settle_seconds(view, state)
+    inside, full, settle = set(whole), len(whole) >= job.wanted, _settle_seconds(view, state)
+    here = _all_expected(view, state, inside)
     if not (full or here) and _just_came(view, job, slots, settle):
         return None
     coming = [e for e, a in job.agents.items() if a.alive and e not in inside and may_work(view, job, e)]
@@ -134,6 +133,12 @@ def _ready(view: View, job: JobView) -> Trigger | None:
         reason = f"{_ready_nodes(state, slots)}, and no other came for {settle:g} s"
         return Trigger(Event.READY, reason, tuple(slots))
     return None
+
+
+def _all_expected(view: View, state: JobState, inside: Collection[int]) -> bool:
+    """Whether these are all elements that Slurm's listing lets expect."""
+    expected = view.expected_elements(state)
+    return expected is not None and all(element in inside or _is_gone(state, element) for element in expected)
 
 
 def _just_came(view: View, job: JobView, slots: Sequence[int], settle: float) -> bool:

@@ -7,6 +7,7 @@ job; so no judgement of a finding takes a living node out of service.
 from __future__ import annotations
 
 import enum
+
 import msgspec
 
 from unicron_ctl.controller.model.job_state import Identity

@@ -176,7 +176,7 @@ _JOB: dict[type[records.Record], _Rule] = {
     records.JobSetAside: job_rules.on_set_aside,
     records.LedgerViolation: job_rules.on_ledger_violation,
 }
-_DECISIONS = frozenset(
+_DECISIONS: frozenset[type[records.Record]] = frozenset(
     {
         records.FailureDetected,
         records.FailureVerdict,
@@ -209,7 +209,8 @@ _DECISIONS = frozenset(
         records.Spares,
     }
 )
+_KINDS: set[type[records.Record]] = {*_CLUSTER, *_NODE, *_JOB, *PHASES, *_DECISIONS}
 _RULES = {
     kind: _Rules(_CLUSTER.get(kind), _NODE.get(kind), _JOB.get(kind), PHASES.get(kind), kind in _DECISIONS)
-    for kind in {*_CLUSTER, *_NODE, *_JOB, *PHASES, *_DECISIONS}
+    for kind in _KINDS
 }

@@ -6,6 +6,7 @@ Only slots whose status changed (`JobView.changed`) are checked, and closely onl
 from __future__ import annotations
 
 from collections.abc import Iterable
+
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import NO_SLOT, AgentRecord, Identity, JobState, Phase
@@ -23,24 +24,16 @@ def take_in_changes(job: JobView, standing: Standing) -> list[int]:
     It is one loop, because it runs for every rank in every iteration.
     """
     state = job.state
+    if state.phase is Phase.FORMING:
+        return [slot for slot in job.changed if not _gets_ready(job, slot)]
     members, lost, agents, awaited = state.members, state.lost, job.agents, job.awaited
     per_node = max(1, state.settings.ranks_per_node)
-    breaking, entering_phase = state.phase is Phase.BREAKING, state.phase is Phase.ENTERING
-    forming = state.phase is Phase.FORMING
-    plan = state.offer or state.plan
-    generation = plan.generation if plan is not None and state.phase is not Phase.FORMING else -1
-    # While an offer is open, members run on in the plan before it.
-    offered = state.plan.generation if state.offer is not None and state.plan is not None else generation
+    breaking, (generation, offered) = state.phase is Phase.BREAKING, _generations(state)
     odd, running, entering = [], [], []
     for slot in job.changed:
         agent, member = agents.get(slot // per_node), members.get(slot)
         status = agent.ranks.get(slot) if agent is not None else None
-        if agent is None or status is None:
-            odd.append(slot)
-        elif member is None:
-            if not (forming and _gets_ready(state, agent, slot, status)):
-                odd.append(slot)
-        elif slot in lost or not _goes_on(agent, status, member):
+        if status is None or member is None or slot in lost or not _goes_on(agents[slot // per_node], status, member):
             odd.append(slot)
         elif status.state == "running" and not breaking and status.generation in (generation, offered):
             if status.generation == generation:
@@ -49,7 +42,7 @@ def take_in_changes(job: JobView, standing: Standing) -> list[int]:
             running.append((slot, status))
         elif status.state == "stopped" and breaking and status.broken >= state.broken:
             awaited.discard(slot)
-        elif status.state == "entering" and entering_phase and status.entering == generation and slot in awaited:
+        elif status.state == "entering" and _enters(job, slot, status):
             job.stopped.pop(slot, None)
             entering.append(slot)
         else:
@@ -59,14 +52,31 @@ def take_in_changes(job: JobView, standing: Standing) -> list[int]:
     return odd
 
 
-def _gets_ready(job: JobState, agent: AgentView, slot: int, status: RankStatus) -> bool:
-    """Whether a rank outside the job is a new process that starts or waits, which calls for nothing while the job
-    forms."""
-    if status.state not in ("starting", "waiting") or slot in job.joining or _reports(status):
+def _generations(job: JobState) -> tuple[int, int]:
+    """The generation that the job waits for, and the one in which members run on while it is only offered."""
+    plan = job.offer or job.plan
+    generation = plan.generation if plan is not None else -1
+    return generation, job.plan.generation if job.offer is not None and job.plan is not None else generation
+
+
+def _enters(job: JobView, slot: int, status: RankStatus) -> bool:
+    """Whether the member is on its way into the plan that the job waits for."""
+    state = job.state
+    entered = state.plan is not None and status.entering == state.plan.generation
+    return state.phase is Phase.ENTERING and entered and slot in job.awaited
+
+
+def _gets_ready(job: JobView, slot: int) -> bool:
+    """Whether the rank of a forming job is a new process that starts or waits, which calls for nothing yet."""
+    state, agent = job.state, job.agents.get(slot // job.per_node)
+    status = agent.ranks.get(slot) if agent is not None else None
+    if agent is None or status is None or slot in state.members or slot in state.joining:
         return False
-    if status.incarnation < job.slots.get(slot, NO_SLOT).wanted:
+    if status.state not in ("starting", "waiting") or _reports(status):
         return False
-    if job.banished.get(slot) == (agent.agent, status.incarnation):
+    if status.incarnation < state.slots.get(slot, NO_SLOT).wanted:
+        return False
+    if state.banished.get(slot) == (agent.agent, status.incarnation):
         return False
     return not agent.expired and not agent.status.leaving and not agent.status.begins  # a world that may be over
 
@@ -207,9 +217,7 @@ def _find_note(view: View, job: JobView, agent: AgentView, slot: int, status: Ra
     note = status.note if status is not None else None
     if note is None or note.at <= job.state.slot(slot).noted:
         return None
-    return slot_finding(
-        view, job, What.NOTE, (slot,), Source.RANK, note.text, "checksum", fault=note, iteration=None
-    )
+    return slot_finding(view, job, What.NOTE, (slot,), Source.RANK, note.text, "checksum", fault=note, iteration=None)
 
 
 def check_leaving(view: View, job: JobView, agent: AgentView | None) -> Outcome:

@@ -96,12 +96,11 @@ class PhaseTimes:
             )
             values, iterations = values[good], iterations[good]
         if slots:
-            rows = list(map(self.rows.get, slots))
-            if None in rows:
+            if not self.rows.keys() >= set(slots):
                 for slot in slots:
                     if slot not in self.rows:
                         self._add(slot)
-                rows = [self.rows[slot] for slot in slots]
+            rows = [self.rows[slot] for slot in slots]
             self.seconds[rows, iterations % WINDOW] = values
             self.stamps[rows, iterations % WINDOW] = iterations
             self.shares[rows] = shares

@@ -83,7 +83,7 @@ Kind = Annotated[str, Meta(max_length=NAME)]
 Run = Annotated[str, Meta(max_length=32, pattern=r"^[0-9a-f]*\Z")]  # a part of a folder's name
 Text = Annotated[str, Meta(max_length=TEXT)]
 Reason = Annotated[str, Meta(max_length=REASON)]
-Packed = Annotated[bytes, Meta(max_length=MOST_PACKED)]
+LongAnswer = Annotated[bytes, Meta(max_length=MOST_PACKED)]
 Credential = Annotated[str, Meta(max_length=CREDENTIAL)]
 Mode = Annotated[str, Meta(pattern=r"^(session|restart)\Z")]
 if TYPE_CHECKING:  # decoding looks up a literal, in a fraction of the time of a pattern

@@ -479,7 +479,7 @@ class Answer(Message, tag="answer"):
     ok: bool
     error: ranges.Reason = ""
     data: Any = None
-    packed: ranges.Packed = b""  # `data`, compressed, if it is long (`long_answers`)
+    packed: ranges.LongAnswer = b""  # `data`, compressed, if it is long (`long_answers`)
 
 
 ToController = (
