@@ -7,6 +7,7 @@ with it and uses only Python and msgspec. So the machine's speed and load cancel
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import sys
 import tempfile
@@ -92,8 +93,11 @@ class Metered(Alone):
     def __init__(self, folder: Path, calibration: Calibration) -> None:
         super().__init__(folder)
         self._calibration, self._at, self._rounds = calibration, 0.0, list[float]()
+        self.used_before = 0.0
+        """The seconds used when the agents' last turn ended: what they sent in it has cost nothing yet."""
 
     def rest(self, seconds: float) -> None:
+        self.used_before = self.used
         super().rest(seconds)
         if self.used - self._at >= CALIBRATE_AFTER:
             self._at = self.used
@@ -155,12 +159,23 @@ def _calm(simulation: Simulation) -> None:
 
 
 def _fail(simulation: Simulation, lines: Metered, victims: dict[int, list[int]]) -> tuple[float, float]:
-    """Return the costs from the death to the last survivor's Break, and from there to the last plan."""
+    """Return the costs from the death to the last survivor's Break, and from there to the last plan.
+
+    The agents answer in the turn in which the last of them gets it. So a part ends before the controller reads that.
+    """
     began = simulation.training.began if simulation.training is not None else 0.0
     half = (began + 1.5 * ITERATION_SECONDS - lines.now()) % ITERATION_SECONDS
     simulation.run(half)  # half of the agents have yet to report the last iteration
-    stopped = lines.cost(lambda: (simulation.fail(victims), simulation.await_break(LIMIT)))
-    planned = lines.cost(lambda: simulation.await_plan(LIMIT))
+    used = [lines.used]
+
+    def heal() -> None:
+        simulation.fail(victims)
+        for wait in (simulation.await_break, simulation.await_plan):
+            wait(LIMIT)
+            used.append(lines.used_before)
+
+    each = lines.cost(heal) / (lines.used - used[0])  # rounds a second
+    stopped, planned = (each * (end - start) for start, end in itertools.pairwise(used))
     simulation.until(simulation.complete, LIMIT, "all train again")
     _calm(simulation)
     return stopped, planned

@@ -62,6 +62,7 @@ class Classifier:
     def __init__(self, table: Table | None = None) -> None:
         self.table = table or default_table()
         self._match = functools.lru_cache(maxsize=TEXTS_KEPT)(self._match_text)
+        self._by_exit = functools.lru_cache(maxsize=TEXTS_KEPT)(self._exit)
         self._judged: OrderedDict[tuple[str, str, bool, bool], Verdict | None] = OrderedDict()
         self._budget: Budget | None = None
         self._job = ""
@@ -225,6 +226,11 @@ class Classifier:
         out-of-memory kill. A dead process cannot be regrouped in place, so the verdict is never milder than SEV2,
         unless it ended with 0. Raises ValueError for a text that is no status.
         """
+        if not stderr_tail and type(status) is int:  # as of all ranks of a job that were killed
+            return self._by_exit(status, "", oom)
+        return self._exit(status, stderr_tail, oom)
+
+    def _exit(self, status: int | str | signal.Signals, stderr_tail: str, oom: bool) -> Verdict:
         if isinstance(status, str):
             raised = _SIGNAL_FLAG.match(status.strip())
             status = f"0:{raised.group(1)}" if raised else _STATUS_NAMES.sub("", status).strip()

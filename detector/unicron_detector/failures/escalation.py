@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from unicron_detector.failures.escalation_table import (
     END_JOB,
     ISOLATE,
@@ -37,8 +39,7 @@ SEVERITY_OF_ACTION = {
 OF_PROGRAMS = ("application", "unknown")  # scopes in which a program's own bug may be the reason
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """An action, with its reason."""
 
     severity: Severity
@@ -52,8 +53,7 @@ class Decision:
     """The action is delayed by this: repeated faults back off."""
 
 
-@dataclass(frozen=True)
-class Circumstances:
+class Circumstances(msgspec.Struct, frozen=True):
     """The job at the moment of a fault."""
 
     job_nodes: int = 1
@@ -67,7 +67,24 @@ class Circumstances:
 
 
 def decide(history: History, verdict: Verdict, fault: Fault, around: Circumstances) -> Decision:
-    """Return the decision about a verdict and its fault. Take both into the history with ``History.record``."""
+    """Return the decision about a verdict and its fault. Take both into the history with ``History.record``.
+
+    Ranks of one node that fail at once in the same way, and for the first time, get one decision: the rules look at
+    the slot's own past and at other nodes.
+    """
+    if history.knows(fault.job, fault.slot) or fault.slot == WHOLE_JOB:
+        return _decide(history, verdict, fault, around)
+    decided = verdict, around, fault.at_start, history.policy.is_quick(fault)
+    last = history.decided
+    if last is not None and last[0] == decided and fault.alike(last[1]):
+        assert isinstance(last[2], Decision)
+        return last[2]
+    decision = _decide(history, verdict, fault, around)
+    history.decided = decided, fault, decision
+    return decision
+
+
+def _decide(history: History, verdict: Verdict, fault: Fault, around: Circumstances) -> Decision:
     state = history.state(fault.job, fault.slot, fault.time)
     if verdict.action == REPORT:
         return Decision(Severity.SEV3, REPORT, f"{verdict.reason}; only reported", verdict.cause, Event.FAULT3, state)

@@ -11,6 +11,9 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
 
 from unicron_detector.failures.escalation_table import RUNNING, TABLE, Event, State
 from unicron_detector.failures.severity import Severity
@@ -20,8 +23,7 @@ BLAMING = ("hardware", "network")  # scopes that may blame a node; the network's
 FAULTS_KEPT, RECENT_KEPT = 64, 1000  # of a slot or a node; of a job, at least
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(msgspec.Struct, frozen=True, gc=False):
     """One recorded fault of a slot."""
 
     time: float
@@ -40,6 +42,11 @@ class Fault:
     def at_start(self) -> bool:
         """Whether a process ended before it had finished an iteration."""
         return self.uptime is not None and not self.worked
+
+    def alike(self, other: Fault) -> bool:
+        """Whether both struck ranks of one node in the same way at once."""
+        mine = self.time, self.job, self.node, self.cause, self.scope, self.severity
+        return mine == (other.time, other.job, other.node, other.cause, other.scope, other.severity)
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,17 @@ def moments(times: Iterable[float], apart: float) -> int:
     return bool(ordered) + sum(after - before > apart for before, after in itertools.pairwise(ordered))
 
 
+_Key = TypeVar("_Key")
+
+
+def _append(faults: dict[_Key, deque[Fault]], key: _Key, fault: Fault) -> None:
+    """Add a fault to the last ones of a slot or a node."""
+    kept = faults.get(key)
+    if kept is None:
+        kept = faults[key] = deque(maxlen=FAULTS_KEPT)
+    kept.append(fault)
+
+
 @dataclass
 class Stuck:
     """The faults of a job since it last finished an iteration."""
@@ -121,7 +139,7 @@ class Stuck:
     """The time of the first fault of storage."""
 
     def add(self, fault: Fault, policy: Policy) -> None:
-        self.slots.setdefault(fault.slot, deque(maxlen=FAULTS_KEPT)).append(fault)
+        _append(self.slots, fault.slot, fault)
         if policy.is_quick(fault):
             self.quick.add(fault.node)
         if fault.at_start:
@@ -148,6 +166,9 @@ class History:
     recent_of_job: dict[str, Recent] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.decided: tuple[object, Fault, object] | None = None
+        """The grounds of the last decision, its fault, and the decision, as long as it holds for an alike fault of
+        another rank of that node (`escalation.decide`)."""
         self._acting: dict[str, set[int]] = {}  # follows from `states`, so no snapshot holds it
         for (job, slot), state in self.states.items():
             self._note_action(job, slot, state)
@@ -159,6 +180,10 @@ class History:
         if now - self.last.get(key, now) > self.policy.window:
             state = TABLE[state][Event.QUIET][0]
         return state
+
+    def knows(self, job: str, slot: int) -> bool:
+        """Whether the slot had a fault or an action before."""
+        return (job, slot) in self.states or (job, slot) in self.by_slot
 
     def acting(self, job: str) -> list[int]:
         """Return the slots of the job for which an action runs, in order."""
@@ -179,16 +204,21 @@ class History:
 
     def record(self, fault: Fault, state: State) -> None:
         """Take in a fault, and the state that follows from the decision about it."""
-        key = (fault.job, fault.slot)
-        self.set_state(fault.job, fault.slot, state, fault.time)
-        self.by_slot.setdefault(key, deque(maxlen=FAULTS_KEPT)).append(fault)
+        if self.decided is not None and not fault.alike(self.decided[1]):
+            self.decided = None
+        job = fault.job
+        self.set_state(job, fault.slot, state, fault.time)
+        _append(self.by_slot, (job, fault.slot), fault)
         if fault.node:
-            self.by_node.setdefault(fault.node, deque(maxlen=FAULTS_KEPT)).append(fault)
-            own = self.node_of_job.setdefault(fault.job, {})
-            own.setdefault(fault.node, deque(maxlen=FAULTS_KEPT)).append(fault)
-        self.since_progress.setdefault(fault.job, Stuck()).add(fault, self.policy)
+            _append(self.by_node, fault.node, fault)
+            _append(self.node_of_job.setdefault(job, {}), fault.node, fault)
+        if (stuck := self.since_progress.get(job)) is None:
+            stuck = self.since_progress[job] = Stuck()
+        stuck.add(fault, self.policy)
         self.recent.add(fault)
-        self.recent_of_job.setdefault(fault.job, Recent()).add(fault)
+        if (recent := self.recent_of_job.get(job)) is None:
+            recent = self.recent_of_job[job] = Recent()
+        recent.add(fault)
 
     def note_recovery(self, job: str, slot: int, now: float) -> None:
         """Take in that the slot took part in a finished iteration after its action."""
@@ -200,9 +230,11 @@ class History:
     def note_progress(self, job: str) -> None:
         """Take in that the job finished an iteration: its faults before did not keep it from working."""
         self.since_progress.pop(job, None)
+        self.decided = None
 
     def forget_job(self, job: str) -> None:
         """Drop a job that is over. Its faults stay with their nodes, for admins to see."""
+        self.decided = None
         for of_job in (self.since_progress, self.node_of_job, self.recent_of_job, self._acting):
             of_job.pop(job, None)
         for slot in self.of_job.pop(job, ()):
@@ -212,6 +244,7 @@ class History:
     def forget_node(self, node: str) -> None:
         """Drop the past of a node that was repaired and has passed its admission test."""
         self.by_node.pop(node, None)
+        self.decided = None
         for nodes in self.node_of_job.values():
             nodes.pop(node, None)
 

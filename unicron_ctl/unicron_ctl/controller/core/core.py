@@ -53,18 +53,20 @@ from unicron_detector.failures.text_budget import Budget
 
 STALL_SECONDS = 0.5  # a tick later than this shows that this process stood still, not the agents
 ATTENTION_SECONDS = 5.0  # between two checks for what needs an admin
-PHASE_RECORDS = (
-    records.Break,
-    records.PlanMade,
-    records.GenerationAdopted,
-    records.NumberUsed,
-    records.MembersReinstated,
-    records.Offer,
-    records.OfferWithdrawn,
-    records.GenerationEntered,
-    records.Reform,
-    records.JobEnded,
-    records.JobRegistered,
+PHASE_RECORDS = frozenset(
+    (
+        records.Break,
+        records.PlanMade,
+        records.GenerationAdopted,
+        records.NumberUsed,
+        records.MembersReinstated,
+        records.Offer,
+        records.OfferWithdrawn,
+        records.GenerationEntered,
+        records.Reform,
+        records.JobEnded,
+        records.JobRegistered,
+    )
 )
 
 
@@ -151,13 +153,15 @@ class Core:
         fold(self.state, event)
         self.events.append(event)
         self._containment.charge(event, size)
-        if isinstance(record, PHASE_RECORDS):
+        if type(record) in PHASE_RECORDS:
             self._phase_changed(job, record)
         elif isinstance(record, records.RankStart):
             state = self.state.jobs[job]
             view, element = self.view.job(state), state.element(record.slot)
             view.touched.add(element)
             view.restarts.add(element)
+            if (agent := view.agents.get(element)) is not None:
+                agent.can_enter = None
         elif isinstance(record, records.NodeEvent):
             self.node_events.note(event)
         return event

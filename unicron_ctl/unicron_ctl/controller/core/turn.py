@@ -153,7 +153,8 @@ class Turns:
             if agent is None or not agent.alive:
                 runtime.outsiders.discard(slot)  # its successor is checked when it comes
                 continue
-            self._carry_out(revive(self._view, view, slot))
+            if runtime.is_outsider(view, slot):
+                self._carry_out(revive(self._view, view, slot))
             if not runtime.is_outsider(view, slot):
                 runtime.outsiders.discard(slot)
 

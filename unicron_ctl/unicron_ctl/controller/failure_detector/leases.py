@@ -8,9 +8,11 @@ While a job's iterations end, none of its members is silent. Living agents stand
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from unicron_ctl.controller.failure_detector import ending_nodes, probes, quorum, self_suspicion
 from unicron_ctl.controller.failure_detector.probes import ANSWER_SECONDS, ROUND_SECONDS, Tick

@@ -71,7 +71,14 @@ def in_whole_blocks(job: JobState, elements: Iterable[int], inside: Collection[i
 
 
 def _whole(job: JobView, agent: AgentView, forming: bool = False) -> bool:
-    return agent.alive and len(able(job, agent, agent.slots, forming)) == len(agent.slots)
+    """Whether all ranks of the agent can enter now. The answer is kept until one of them, or the job, changes: while a
+    large job forms, all are asked again and again."""
+    if not agent.alive:
+        return False
+    asked = forming, job.phases, job.replica, job.state.layout
+    if agent.can_enter is None or agent.can_enter[0] != asked:
+        agent.can_enter = asked, len(able(job, agent, agent.slots, forming)) == len(agent.slots)
+    return agent.can_enter[1]
 
 
 def forming_slots(view: View, job: JobView, whole: Sequence[int]) -> list[int]:
@@ -166,4 +173,6 @@ def of_another_size(job: JobView) -> dict[int, int]:
 
 def missing_places(slots: Iterable[int], size: int) -> list[int]:
     """Places of a replica for which there is no rank among these slots."""
+    if size == 1:
+        return [] if any(True for _ in slots) else [0]
     return sorted(set(range(size)).difference(slot % size for slot in slots))

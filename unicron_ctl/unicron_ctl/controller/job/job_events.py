@@ -5,7 +5,7 @@ Losses are not found here: a failure on record has condemned members (`judge`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from unicron_ctl.controller.failure_detector import quorum
 from unicron_ctl.controller.job import spares
@@ -115,20 +115,37 @@ def _ready(view: View, job: JobView) -> Trigger | None:
     if not _look_now(view, job, len(job.agents)) or fencing.holds(view, job):
         return None
     whole = waiting_elements(view, job, True)
-    slots = sorted(forming_slots(view, job, whole))
-    if missing_places(slots, job.replica) or not job.has_store() or _too_few(view, job, len(whole)):
+    if _too_few(view, job, len(whole)):
         return None
-    inside, expected = set(whole), view.expected_elements(state)
+    slots = sorted(forming_slots(view, job, whole))
+    if missing_places(slots, job.replica) or not job.has_store():
+        return None
+    inside, full, settle = set(whole), len(whole) >= job.wanted, _settle_seconds(view, state)
+    here = _all_expected(view, state, inside)
+    if not (full or here) and _just_came(view, job, slots, settle):
+        return None
     coming = [e for e, a in job.agents.items() if a.alive and e not in inside and may_work(view, job, e)]
-    none_else = expected is not None and inside.issuperset(e for e in expected if not _is_gone(state, e)) and not coming
-    if len(whole) >= job.wanted or none_else:
+    if full or (here and not coming):
         return Trigger(Event.READY, f"{_ready_nodes(state, slots)}, as are all that are to be had", tuple(slots))
-    settle, enough = _settle_seconds(view, state), len(state.elements(slots)) >= state.settings.min_nodes
+    enough = len(state.elements(slots)) >= state.settings.min_nodes
     settled = view.now - _settle_from(view, job, coming, slots) >= settle
     if enough and settled and not (coming and _partial(view, job, slots)):
         reason = f"{_ready_nodes(state, slots)}, and no other came for {settle:g} s"
         return Trigger(Event.READY, reason, tuple(slots))
     return None
+
+
+def _all_expected(view: View, state: JobState, inside: Collection[int]) -> bool:
+    """Whether these are all elements that Slurm's listing lets expect."""
+    expected = view.expected_elements(state)
+    return expected is not None and all(element in inside or _is_gone(state, element) for element in expected)
+
+
+def _just_came(view: View, job: JobView, slots: Sequence[int], settle: float) -> bool:
+    """Whether one of these slots came within the last `settle` seconds. The last ones are asked first: while a large
+    job starts, it is one of them."""
+    agents, per_node = job.agents, job.per_node
+    return any(view.now - agents[slot // per_node].progress.get(slot, 0.0) < settle for slot in reversed(slots))
 
 
 def _is_gone(state: JobState, element: int) -> bool:

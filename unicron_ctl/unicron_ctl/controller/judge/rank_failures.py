@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
+
+from msgspec.structs import replace
 
 from unicron_ctl.controller.judge import evidence, faulty_micro_batches
 from unicron_ctl.controller.judge.remedies import escalate, failure_of, inside_of, leave_node, start_rank, with_remedy
@@ -87,7 +89,7 @@ def rank_exited(view: View, job: JobView, finding: Finding) -> Outcome:
 def _own_word(job: JobState, verdict: Verdict, end: Exit) -> Verdict:
     """In restart mode, blame the plain program for an exit status that no rule knows."""
     if not job.mode.reports and verdict.scope == "unknown" and 0 < end.code < 128:
-        return replace(verdict, scope="application")
+        return dataclasses.replace(verdict, scope="application")
     return verdict
 
 

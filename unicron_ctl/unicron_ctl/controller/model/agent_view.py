@@ -72,6 +72,8 @@ class AgentView:
     """slot -> the last status of the process before the present one."""
     waits: bool = False
     """Whether one of its ranks waits to enter, or would."""
+    can_enter: tuple[tuple[object, ...], bool] | None = None
+    """Whether all of its ranks can enter, and what of the job that rests on (`job.candidates`). None after a change."""
     fresh: bool = False
     """Whether its last status showed a process not yet recorded as ready."""
     announced: dict[int, int] = field(default_factory=dict)
@@ -113,21 +115,21 @@ class AgentView:
         if status.number and status.number <= self.number:
             return []
         self.status, self.number, self.whole, self.in_step = status, status.number, status.number, -1
-        self.whole_at = now
-        changed, waits = [], False
-        self.fresh = False
+        self.whole_at, self.can_enter = now, None
+        ranks, said, changed = self.ranks, status.ranks, []
+        self.waits = self.fresh = False
         for slot in self.slots:
-            rank = status.ranks.get(slot)
+            rank = said.get(slot)
             if rank is None:
                 continue
-            old = self.ranks.get(slot)
+            old, state = ranks.get(slot), rank.state
             if old is None or old.changed != rank.changed or old.incarnation != rank.incarnation:
                 changed.append(slot)
                 self._note_change(slot, old, rank, now)
-            waits = waits or rank.state in CAN_ENTER or (rank.state == "stopped" and keeps(rank))
-            self.ranks[slot] = rank
-        self.waits = waits
-        self.broken = min([rank.broken for rank in self.ranks.values()], default=0)
+            if state != "running" and (state in CAN_ENTER or (state == "stopped" and keeps(rank))):
+                self.waits = True
+            ranks[slot] = rank
+        self.broken = min([rank.broken for rank in ranks.values()], default=0)
         return changed
 
     def on_going(self, message: wire.Going, now: float) -> list[int] | None:
@@ -156,12 +158,15 @@ class AgentView:
     def _note_change(self, slot: int, old: RankStatus | None, rank: RankStatus, now: float) -> None:
         """Notes the changes of a slot since its `old` status."""
         self.progress[slot] = now
-        self.newest = max(self.newest, rank.generation, rank.entering)
-        self.fresh = self.fresh or self.announced.get(slot) != rank.incarnation
-        if old is not None and old.incarnation != rank.incarnation:
+        if rank.generation > self.newest or rank.entering > self.newest:
+            self.newest = max(rank.generation, rank.entering)
+        if self.announced.get(slot) != rank.incarnation:
+            self.fresh = True
+        if old is None:
+            if rank.state == "starting":
+                self.began[slot] = now
+        elif old.incarnation != rank.incarnation:
             self.before[slot], self.began[slot] = old, now
-        elif old is None and rank.state == "starting":
-            self.began[slot] = now
         if rank.state in CAN_ENTER and (slot in self.began or old is None or old.state not in CAN_ENTER):
             self._came(slot, rank.incarnation, now)
 

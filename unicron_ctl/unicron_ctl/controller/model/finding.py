@@ -7,7 +7,8 @@ job; so no judgement of a finding takes a living node out of service.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+
+import msgspec
 
 from unicron_ctl.controller.model.job_state import Identity
 from unicron_ctl.shared.protocol.structs import Exit, Fault
@@ -47,8 +48,7 @@ class Source(enum.StrEnum):
     CLOCK = "clock"  # something did not happen in time
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """One report of a sensor."""
 
     what: What

@@ -8,12 +8,12 @@ rule are for people only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from unicron_ctl.controller.model import cluster_rules, job_rules, slurm_rules
 from unicron_ctl.controller.model import node_state as node_rules
 from unicron_ctl.controller.model.cluster_state import ClusterState
-from unicron_ctl.controller.model.job_state import Decision
+from unicron_ctl.controller.model.job_state import Decision, Phase
 from unicron_ctl.controller.model.node_state import NodeState
 from unicron_ctl.controller.model.requests import OF_ELEMENTS
 from unicron_ctl.controller.model.state_machine import PHASES
@@ -50,18 +50,21 @@ def fold(state: ClusterState, event: Event) -> None:
     kind = type(event.record)
     if kind is records.Unreadable:
         raise Unfoldable(event.record.reason)
-    if rule := _CLUSTER.get(kind):
-        rule(state, event, event.record)
-    if node_rule := _NODE.get(kind):
-        _fold_node(state, event, node_rule)
+    rules = _RULES.get(kind)
+    if rules is None:
+        return
+    if rules.cluster is not None:
+        rules.cluster(state, event, event.record)
+    if rules.node is not None:
+        _fold_node(state, event, rules.node)
     job = state.jobs.get(event.job)
     if job is None:
         return
-    if job_rule := _JOB.get(kind):
-        job_rule(job, event, event.record)
-    if phase := PHASES.get(kind):
-        job.begin_phase(phase, event.time)
-    if kind in _DECISIONS:
+    if rules.job is not None:
+        rules.job(job, event, event.record)
+    if rules.phase is not None:
+        job.begin_phase(rules.phase, event.time)
+    if rules.decision:
         job.decisions.append(Decision(event.time, event.kind, event.generation, event.record.reason))
 
 
@@ -78,6 +81,19 @@ def _fold_node(state: ClusterState, event: Event, rule: Callable[[NodeState, Eve
 
 
 _Rule = Callable[[Any, Event, Any], None]
+
+
+class _Rules(NamedTuple):
+    """All rules for one kind of record."""
+
+    cluster: _Rule | None
+    node: _Rule | None
+    job: _Rule | None
+    phase: Phase | None
+    decision: bool
+    """`unicronctl explain` shows it."""
+
+
 _CLUSTER: dict[type[records.Record], _Rule] = {
     records.JobRegistered: cluster_rules.on_job_registered,
     records.SlurmAction: slurm_rules.on_action,
@@ -160,7 +176,7 @@ _JOB: dict[type[records.Record], _Rule] = {
     records.JobSetAside: job_rules.on_set_aside,
     records.LedgerViolation: job_rules.on_ledger_violation,
 }
-_DECISIONS = frozenset(
+_DECISIONS: frozenset[type[records.Record]] = frozenset(
     {
         records.FailureDetected,
         records.FailureVerdict,
@@ -193,3 +209,8 @@ _DECISIONS = frozenset(
         records.Spares,
     }
 )
+_KINDS: set[type[records.Record]] = {*_CLUSTER, *_NODE, *_JOB, *PHASES, *_DECISIONS}
+_RULES = {
+    kind: _Rules(_CLUSTER.get(kind), _NODE.get(kind), _JOB.get(kind), PHASES.get(kind), kind in _DECISIONS)
+    for kind in _KINDS
+}

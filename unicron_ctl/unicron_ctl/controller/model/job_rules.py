@@ -19,7 +19,10 @@ SUPERSEDED_KEPT = 20_000  # of one job: several times as many as it can have ele
 
 # ---------------------------------------------------------------- agents and processes
 def _slot(job: JobState, slot: int) -> SlotState:
-    return job.slots.setdefault(slot, SlotState())
+    known = job.slots.get(slot)
+    if known is None:
+        known = job.slots[slot] = SlotState()
+    return known
 
 
 def on_agent_registered(job: JobState, event: Event, record: records.AgentRegistered) -> None:

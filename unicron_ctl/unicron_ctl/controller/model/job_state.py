@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from unicron_ctl.controller.model import healing_modes as modes
 from unicron_ctl.controller.model.healing_modes import Mode
 from unicron_ctl.shared.log.records import FailureDetected
@@ -49,7 +51,7 @@ class Identity(NamedTuple):
     """The number of the process under that agent."""
 
 
-@dataclass
+@dataclass(slots=True)
 class SlotState:
     """One slot's processes."""
 
@@ -162,8 +164,7 @@ class Failure:
         return self.record.slots[0] if self.record.slots else None
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True, gc=False):
     """A decision, for `unicronctl explain`."""
 
     time: float

@@ -282,7 +282,7 @@ class JobView:
         plan = state.offer or state.plan
         if phase is Phase.BREAKING:
             self.awaited = set(self.unfinished)
-            self.changed.update(self._members_but("running", -1))
+            self.changed.update(slot for slot in self._members_but("running", -1) if not self._known_end(slot))
             if state.replica > 1:  # members whose replica is newly hit have to stop at once
                 self.touched.update(state.elements(state.hit()))
         elif phase in (Phase.ENTERING, Phase.OFFERING) and plan is not None:
@@ -307,6 +307,13 @@ class JobView:
         if absent:
             found += [slot for slot in (*members, *joining) if slot // self.per_node in absent]
         return [slot for slot in found if slot in members or slot in joining]
+
+    def _known_end(self, slot: int) -> bool:
+        """Whether the slot's process is lost and has ended, which is on record: nothing more is to be said of it."""
+        lost, status = self.state.lost.get(slot), self.status(slot)
+        if lost is None or status is None or status.state != "exited" or status.note is not None:
+            return False
+        return self.identity(slot) == lost == self.state.slot(slot).exit_seen
 
     def notice(self, slot: int, now: float) -> None:
         """Takes in that the slot's status or its agent changed."""

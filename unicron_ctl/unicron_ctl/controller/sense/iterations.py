@@ -8,8 +8,10 @@ the ranks' latest progress. The culprit's stacks are requested before any action
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import Phase
@@ -108,6 +110,13 @@ class Standing:
                     continue
             self._stop_judging(slot)
         self.update_running(running)
+
+    def stop_judging(self, slots: Sequence[int]) -> None:
+        """Take in that these members report no iterations at present."""
+        if self.done:
+            for slot in slots:
+                self._drop(slot)
+        self.unjudged.update(slots)
 
     def _stop_judging(self, slot: int) -> None:
         self._drop(slot)
@@ -323,8 +332,10 @@ def _suspect(
     slots = [culprit.slot for culprit in culprits]
     for culprit in culprits:
         evidence = f"{long}; {culprit.reason}"
-        found = slot_finding(view, job, What.HANG, (culprit.slot,), Source.PEER, evidence, "statistics")
-        out.findings.append(replace(found, identity=job.identity(culprit.slot)))
+        one, identity = (culprit.slot,), job.identity(culprit.slot)
+        out.findings.append(
+            slot_finding(view, job, What.HANG, one, Source.PEER, evidence, "statistics", identity=identity)
+        )
     waiting = next((slot for slot in job.state.members if slot not in set(slots)), None)
     watch.asked = _ask_stacks(job, slots, out)
     watch.stacks_due |= watch.asked | _ask_stacks(job, [] if waiting is None else [waiting], out)

@@ -6,11 +6,10 @@ Only slots whose status changed (`JobView.changed`) are checked, and closely onl
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
-from unicron_ctl.controller.model.job_state import AgentRecord, Identity, JobState, Phase
+from unicron_ctl.controller.model.job_state import NO_SLOT, AgentRecord, Identity, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense.findings import slot_finding
@@ -19,17 +18,18 @@ from unicron_ctl.shared.protocol.structs import RankStatus
 
 
 def take_in_changes(job: JobView, standing: Standing) -> list[int]:
-    """Take in common changes, a member's progress or its stop after a Break, and return the slots that need a closer
-    look. It is one loop, because it runs for every rank in every iteration."""
+    """Take in common changes, and return the slots that need a closer look. Common are a member's progress, its stop
+    after a Break and its way into a plan, and a process that gets ready while the job forms.
+
+    It is one loop, because it runs for every rank in every iteration.
+    """
     state = job.state
+    if state.phase is Phase.FORMING:
+        return [slot for slot in job.changed if not _gets_ready(job, slot)]
     members, lost, agents, awaited = state.members, state.lost, job.agents, job.awaited
     per_node = max(1, state.settings.ranks_per_node)
-    breaking = state.phase is Phase.BREAKING
-    plan = state.offer or state.plan
-    generation = plan.generation if plan is not None and state.phase is not Phase.FORMING else -1
-    # While an offer is open, members run on in the plan before it.
-    offered = state.plan.generation if state.offer is not None and state.plan is not None else generation
-    odd, running = [], []
+    breaking, (generation, offered) = state.phase is Phase.BREAKING, _generations(state)
+    odd, running, entering = [], [], []
     for slot in job.changed:
         agent, member = agents.get(slot // per_node), members.get(slot)
         status = agent.ranks.get(slot) if agent is not None else None
@@ -42,10 +42,43 @@ def take_in_changes(job: JobView, standing: Standing) -> list[int]:
             running.append((slot, status))
         elif status.state == "stopped" and breaking and status.broken >= state.broken:
             awaited.discard(slot)
+        elif status.state == "entering" and _enters(job, slot, status):
+            job.stopped.pop(slot, None)
+            entering.append(slot)
         else:
             odd.append(slot)
     standing.update_running(running)
+    standing.stop_judging(entering)
     return odd
+
+
+def _generations(job: JobState) -> tuple[int, int]:
+    """The generation that the job waits for, and the one in which members run on while it is only offered."""
+    plan = job.offer or job.plan
+    generation = plan.generation if plan is not None else -1
+    return generation, job.plan.generation if job.offer is not None and job.plan is not None else generation
+
+
+def _enters(job: JobView, slot: int, status: RankStatus) -> bool:
+    """Whether the member is on its way into the plan that the job waits for."""
+    state = job.state
+    entered = state.plan is not None and status.entering == state.plan.generation
+    return state.phase is Phase.ENTERING and entered and slot in job.awaited
+
+
+def _gets_ready(job: JobView, slot: int) -> bool:
+    """Whether the rank of a forming job is a new process that starts or waits, which calls for nothing yet."""
+    state, agent = job.state, job.agents.get(slot // job.per_node)
+    status = agent.ranks.get(slot) if agent is not None else None
+    if agent is None or status is None or slot in state.members or slot in state.joining:
+        return False
+    if status.state not in ("starting", "waiting") or _reports(status):
+        return False
+    if status.incarnation < state.slots.get(slot, NO_SLOT).wanted:
+        return False
+    if state.banished.get(slot) == (agent.agent, status.incarnation):
+        return False
+    return not agent.expired and not agent.status.leaving and not agent.status.begins  # a world that may be over
 
 
 def take_in_progress(job: JobView, standing: Standing) -> None:
@@ -80,9 +113,12 @@ def _in_step(job: JobView, agent: AgentView) -> bool:
 
 def _goes_on(agent: AgentView, status: RankStatus, member: Identity) -> bool:
     """Whether the member is the same process, of a living agent, and has nothing to report."""
-    reports = status.exit is not None or status.fault is not None or status.note is not None
     same = status.incarnation == member.incarnation and agent.agent == member.agent
-    return same and not reports and not agent.expired and not agent.status.leaving
+    return same and not _reports(status) and not agent.expired and not agent.status.leaving
+
+
+def _reports(status: RankStatus) -> bool:
+    return status.exit is not None or status.fault is not None or status.note is not None
 
 
 def check_members(view: View, job: JobView, slots: Iterable[int]) -> Outcome:
@@ -111,8 +147,8 @@ def _find_end(view: View, job: JobView, agent: AgentView, slot: int, status: Ran
     wanted = end.code == 0 or _is_wanted(view, job, agent, slot, identity)
     what, source = What.WANTED_END if wanted else What.EXIT, Source.AGENT if status.exit else Source.RANK
     evidence = "\n".join(part for part in dict.fromkeys((fault, end.last_line)) if part)
-    found = slot_finding(view, job, what, (slot,), source, evidence, "process exit" if status.exit else "exception")
-    return replace(found, identity=identity, exit=end, fault=status.fault, pid=status.pid)
+    by, details = "process exit" if status.exit else "exception", {"fault": status.fault, "pid": status.pid}
+    return slot_finding(view, job, what, (slot,), source, evidence, by, identity=identity, exit=end, **details)
 
 
 def _is_wanted(view: View, job: JobView, agent: AgentView, slot: int, identity: Identity) -> bool:
@@ -173,17 +209,15 @@ def _find_replaced(view: View, job: JobView, agent: AgentView, slot: int, status
     if not why:
         return None
     source = Source.RANK if what is What.BROKEN else Source.AGENT
-    found = slot_finding(view, job, what, (slot,), source, why, by)
-    return replace(found, identity=member, fault=status.fault if status else None)
+    fault = status.fault if status else None
+    return slot_finding(view, job, what, (slot,), source, why, by, identity=member, fault=fault)
 
 
 def _find_note(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Finding | None:
     note = status.note if status is not None else None
     if note is None or note.at <= job.state.slot(slot).noted:
         return None
-    return replace(
-        slot_finding(view, job, What.NOTE, (slot,), Source.RANK, note.text, "checksum"), fault=note, iteration=None
-    )
+    return slot_finding(view, job, What.NOTE, (slot,), Source.RANK, note.text, "checksum", fault=note, iteration=None)
 
 
 def check_leaving(view: View, job: JobView, agent: AgentView | None) -> Outcome:

@@ -7,7 +7,9 @@ with it. The clock stands still while the action waits for something else (`LACK
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What

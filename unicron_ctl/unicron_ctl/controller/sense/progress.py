@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from unicron_ctl.controller.failure_detector import quorum
 from unicron_ctl.controller.model.agent_view import AgentView
@@ -31,9 +30,9 @@ MOST_NAMED = 16  # of the members that stopped at once
 
 def _finding(view: View, job: JobView, what: What, slots: tuple[int, ...], evidence: str, by: str) -> Finding:
     source, status = Source.CLOCK if what is What.LATE else Source.RANK, job.status(slots[0])
-    found = slot_finding(view, job, what, slots, source, evidence, by)
     identity = job.state.members.get(slots[0]) or job.state.joining.get(slots[0])
-    return replace(found, identity=identity, fault=status.fault if status else None)
+    fault = status.fault if status else None
+    return slot_finding(view, job, what, slots, source, evidence, by, identity=identity, fault=fault)
 
 
 # ---------------------------------------------------------------- stopped by themselves

@@ -68,7 +68,9 @@ class PhaseTimes:
     """The last phase times of a job's ranks, in seconds."""
 
     rows: dict[int, int] = field(default_factory=dict)
-    seconds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, WINDOW, len(COLUMNS))))
+    seconds: npt.NDArray[np.float32] = field(  # half of the memory, which a large job needs most for this
+        default_factory=lambda: np.zeros((0, WINDOW, len(COLUMNS)), dtype=np.float32)
+    )
     stamps: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, WINDOW), dtype=np.int64))
     shares: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     newest: int = -1
@@ -94,9 +96,10 @@ class PhaseTimes:
             )
             values, iterations = values[good], iterations[good]
         if slots:
-            for slot in slots:
-                if slot not in self.rows:
-                    self._add(slot)
+            if not self.rows.keys() >= set(slots):
+                for slot in slots:
+                    if slot not in self.rows:
+                        self._add(slot)
             rows = [self.rows[slot] for slot in slots]
             self.seconds[rows, iterations % WINDOW] = values
             self.stamps[rows, iterations % WINDOW] = iterations
@@ -210,7 +213,7 @@ class JobTimes:
         if self.nodes and nodes and nodes != self.nodes:
             if self.monitor.learned:
                 self.memory = self.monitor.average * max(1.0, self.nodes / nodes)
-                self.patience.early.clear()  # of another size
+                self._patience.early.clear()  # of another size
             self.monitor.learn_anew()
             self.usual, self.degraded = {}, None
         else:
@@ -239,7 +242,7 @@ class JobTimes:
 
     @property
     def patience(self) -> Patience:
-        """Its habits."""
+        """Its habits. Those in iteration times, which are asked at every tick, need no phases to be taken in."""
         self._take_in()
         return self._patience
 
@@ -264,13 +267,13 @@ class JobTimes:
         usual = self.monitor.average if self.monitor.learned else self.memory
         if not usual and len(job.recent) >= RECENT_STEPS:  # known to a restarted controller
             usual = job.seconds or 0.0
-        seen = AGAIN * max(self.patience.early, default=0.0) if usual and limit is None else 0.0
-        return max(limit or 0.0, seen, self.patience.warm_up(usual, config))
+        seen = AGAIN * max(self._patience.early, default=0.0) if usual and limit is None else 0.0
+        return max(limit or 0.0, seen, self._patience.warm_up(usual, config))
 
     def within(self, slot: int, inside: float, config: ControllerConfig) -> float:
         """Return the seconds that a rank may take for the present iteration. inside: the others' limit."""
         starts = slot in self.newcomers and self.monitor.warming
-        return self.patience.newcomer(inside, config) if starts else inside
+        return self._patience.newcomer(inside, config) if starts else inside
 
     # ------------------------------------------------------------ finished iterations
     def on_iteration(self, job: JobState, account: Account, recovery: bool, now: float) -> list[records.Record]:
@@ -284,7 +287,7 @@ class JobTimes:
         if not recovery:
             warm_up = seen.reason == WARM_UP
             known = learned or (warm_up and bool(self.memory))  # newcomers' first ones do not show the new size's time
-            self.patience.on_iteration(account.seconds, known, warm_up, bool(self.newcomers))
+            self._patience.on_iteration(account.seconds, known, warm_up, bool(self.newcomers))
         if seen.health is Health.HEALTHY:
             self.healthy += 1
             if self.healthy % WINDOW == 0:

@@ -143,4 +143,5 @@ class AnswerCache:
 
 
 def _key(question: Question) -> tuple[Any, ...]:
-    return question.ask.what, repr(sorted(question.ask.args.items())), question.asker
+    ask = question.ask
+    return ask.what, repr(sorted(ask.args.items())), ask.unpacks, question.asker

@@ -34,7 +34,7 @@ from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.store import Progress, Store, StoreError, nothing
 from unicron_ctl.shared.log.term import Tenure
 from unicron_ctl.shared.notices import notices
-from unicron_ctl.shared.protocol import claims, datagrams, wire
+from unicron_ctl.shared.protocol import claims, datagrams, long_answers, wire
 from unicron_ctl.shared.protocol.answer_schema import ASKED_TOO_MUCH
 from unicron_ctl.shared.protocol.controller_discovery import HELLO_BYTES
 from unicron_ctl.shared.protocol.encryption import server_keys
@@ -442,7 +442,7 @@ class Server:
         ask = question.ask
         try:
             data = answers.answer(self.core, self.store, ask.what, ask.args, question.asker)
-            reply = wire.Answer(ok=True, data=data)
+            return long_answers.encode(data, ask.unpacks)
         except (answers.Unanswerable, StoreError) as error:
             reply = wire.Answer(ok=False, error=str(error))
         except Exception as error:  # a question must not end the controller

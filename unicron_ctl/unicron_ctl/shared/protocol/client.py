@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from unicron_ctl.shared.protocol import claims, wire
+from unicron_ctl.shared.protocol import claims, long_answers, wire
 from unicron_ctl.shared.protocol.munge import MungeError, make_credential
 from unicron_ctl.shared.protocol.reach import first_open
 from unicron_ctl.shared.settings.config_file import load
@@ -64,12 +64,14 @@ def ask_and_see(question: Mapping[str, Any], address: str | None = None, timeout
         channel.setsockopt(zmq.IPV6, 1)
         mine = secure_client(channel, key)
         channel.connect(target.endpoint)
-        message = wire.Ask(what=what, args=arguments, user=getpass.getuser(), credential=_credential(mine))
+        who = getpass.getuser(), _credential(mine)
+        message = wire.Ask(what=what, args=arguments, user=who[0], credential=who[1], unpacks=True)
         channel.send(wire.encode(message))
         if not channel.poll(max(100, int((deadline - time.monotonic()) * 1000))):
             raise _nobody(where, address, hint)
         try:
             answer = wire.decode(channel.recv(), wire.Answer)
+            data = long_answers.data_of(answer)
         except wire.BadMessage as error:
             raise UserError(f"{where} does not speak this release's protocol: {error}") from None
     finally:
@@ -77,7 +79,7 @@ def ask_and_see(question: Mapping[str, Any], address: str | None = None, timeout
         context.term()
     if not answer.ok:
         raise UserError(printable(answer.error))
-    return clean(answer.data), target
+    return clean(data), target
 
 
 Answer = TypeVar("Answer")

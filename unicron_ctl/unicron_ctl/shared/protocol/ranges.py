@@ -36,6 +36,7 @@ LEAST_PROGRESS = 0.05  # seconds between two statuses that tell of progress
 NAME, TEXT = 255, 20_000  # characters
 REASON = 100_000  # characters, of the controller's reasons
 CREDENTIAL = 65_536
+MOST_PACKED = 4 * 1024 * 1024  # bytes: a message's limit (`wire.MAX_BYTES`)
 MOST_PROPOSERS = 16  # agents that may stand in for the controller
 MOST_DOORS = 64  # that an agent of a plain world tries; in larger worlds each agent has a selection
 MOST_LAYOUTS = 64  # in which a job can run
@@ -82,6 +83,7 @@ Kind = Annotated[str, Meta(max_length=NAME)]
 Run = Annotated[str, Meta(max_length=32, pattern=r"^[0-9a-f]*\Z")]  # a part of a folder's name
 Text = Annotated[str, Meta(max_length=TEXT)]
 Reason = Annotated[str, Meta(max_length=REASON)]
+LongAnswer = Annotated[bytes, Meta(max_length=MOST_PACKED)]
 Credential = Annotated[str, Meta(max_length=CREDENTIAL)]
 Mode = Annotated[str, Meta(pattern=r"^(session|restart)\Z")]
 if TYPE_CHECKING:  # decoding looks up a literal, in a fraction of the time of a pattern

@@ -472,12 +472,14 @@ class Ask(Message, tag="ask"):
     args: ranges.Arguments = {}
     user: ranges.Kind = ""
     credential: ranges.Credential = ""
+    unpacks: bool = False  # it reads `Answer.packed`
 
 
 class Answer(Message, tag="answer"):
     ok: bool
     error: ranges.Reason = ""
     data: Any = None
+    packed: ranges.LongAnswer = b""  # `data`, compressed, if it is long (`long_answers`)
 
 
 ToController = (

@@ -1,0 +1,88 @@
+"""Changes that all ranks of a large job make at once call for no close look at each rank; odd ones still do."""
+
+from collections.abc import Collection
+
+import pytest
+
+from tests.support.world import FakeAgent, World
+from unicron_ctl.controller.job import candidates
+from unicron_ctl.controller.model.job_state import Phase
+from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.protocol import wire
+
+Looks = list[tuple[Phase, str, int]]
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    """The close looks: the phase, and the rank's state and slot."""
+    found: Looks = []
+    whole = JobView.notice_all
+
+    def notice_all(job: JobView, slots: Collection[int], now: float) -> list[int]:
+        found.extend((job.state.phase, status.state, slot) for slot in slots if (status := job.status(slot)))
+        return whole(job, slots, now)
+
+    monkeypatch.setattr(JobView, "notice_all", notice_all)
+    return found
+
+
+def of(looks: Looks, phase: Phase, state: str) -> list[int]:
+    return [slot for when, what, slot in looks if (when, what) == (phase, state)]
+
+
+def test_ranks_that_get_ready_and_enter_are_taken_in_in_one_loop(looks: Looks) -> None:
+    world = World()
+    world.start_job(nodes=3, ranks=2)
+    assert world.job().phase is Phase.RUNNING and not world.core.view.job(world.job()).awaited
+    for state in ("starting", "waiting"):
+        assert not of(looks, Phase.FORMING, state)
+    assert not of(looks, Phase.ENTERING, "entering")
+
+
+def test_an_end_on_record_is_looked_at_once(looks: Looks) -> None:
+    world = World()
+    agents = world.start_job(nodes=3, ranks=2)
+    looks.clear()
+    agents[1].die(3)
+    assert of(looks, Phase.RUNNING, "exited") == [3]
+    world.run(2.0)
+    assert not of(looks, Phase.BREAKING, "exited"), "the Break is no news of it"
+    assert world.job().phase is Phase.RUNNING and sorted(world.job().members) == [0, 1, 2, 4, 5]
+    assert agents[1].ranks[3].incarnation == 1, "it is started again"
+
+
+def test_a_process_that_has_to_start_again_is_no_usual_newcomer(looks: Looks) -> None:
+    world = World()
+    agents = [FakeAgent(world, "1", e, f"n{e}", nodes=2) for e in range(2)]
+    for agent in agents:
+        agent.register()
+    world.core.append("1", 0, records.RankStart(slot=0, incarnation=1, not_before=0.0, reason="an old process"))
+    agents[0].set(0, state="waiting")
+    assert of(looks, Phase.FORMING, "waiting") == [0]
+    assert [order.incarnation for order in agents[0].orders(wire.StopRank)] == [0]
+
+
+def test_a_node_that_waits_is_asked_once_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect: each newcomer of a forming job led to a look at each rank that waited."""
+    asked: list[int] = []
+    able = candidates.able
+
+    def counted(job: JobView, agent: FakeAgent, slots: Collection[int], forming: bool = False) -> list[int]:
+        asked.append(agent.element)
+        return able(job, agent, slots, forming)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(candidates, "able", counted)
+    world = World(forming_settle_seconds=30.0)
+    agents = [FakeAgent(world, "1", e, f"n{e}", nodes=9) for e in range(8)]
+    for agent in agents:
+        agent.register()
+        agent.ready()
+    assert world.job().phase is Phase.FORMING and asked.count(0) < 4 and len(asked) < 4 * len(agents)
+    asked.clear()
+    world.run(5.0, heartbeats=False)
+    assert not asked
+    agents[0].set(0, state="starting")
+    agents[0].set(0, state="waiting")
+    assert set(asked) == {0}
