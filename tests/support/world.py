@@ -93,6 +93,7 @@ class FakeAgent:
         self.fenced = self.restarts  # its processes end by themselves where it is cut off
         self.opened = 9999 if self.restarts else 0  # the port of its next world
         self.begins = 0  # the generation of the world that it is about to begin
+        self.left = 0  # the newest Break that it has heard
         self.number = 0
         self.heard: list[wire.Message] = []
         self.held: dict[int, wire.PlanShare] = {}
@@ -190,6 +191,7 @@ class FakeAgent:
             lease=self.lease,
             begins=self.begins,
             world=self.opened,
+            left=self.left,
             ranks={slot: copy.copy(rank) for slot, rank in self.ranks.items()},
             tables=self.held_steps,
         )

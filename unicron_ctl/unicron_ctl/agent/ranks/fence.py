@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -103,23 +104,31 @@ class Watchdog:
             command += [str(int(number)) for number in STEP_SIGNALS]
             self.child = Child(command, os.environ, [tied], Surroundings(told, says))
             self._close = undo.pop_all().close
-        self._orders, self._answers, self._until = 0, 0, NEVER
+        self._orders = deque([NEVER])  # that it has not taken yet; it begins with the first
+        self._until = self._taken = NEVER  # the last order, and the last that it has taken
+        self._ready = False
         self._tethers: dict[int, Tether] = {}
 
     @property
     def ready(self) -> bool:
         """Its timer works, so that processes can be tied to it."""
-        return self._answers > 0
+        return self._ready
 
     @property
     def settled(self) -> bool:
         """Its timer is set as it was told."""
-        return self._answers == self._orders + 1
+        return not self._orders
+
+    @property
+    def guards(self) -> bool:
+        """Its timer ends the processes, even if it takes no other order."""
+        return self._taken < NEVER
 
     def read_answers(self) -> None:
         """Read what it has done."""
         with contextlib.suppress(BlockingIOError):
-            self._answers += len(os.read(self._said, 4096))
+            for _ in os.read(self._said, 4096)[: len(self._orders)]:
+                self._ready, self._taken = True, self._orders.popleft()
 
     def tie(self, pids: Collection[int]) -> bool:
         """Tie these leaders of process groups to it, and let others go; False if it has ended before it knew them."""
@@ -136,7 +145,8 @@ class Watchdog:
         if until != self._until:
             with contextlib.suppress(BlockingIOError):  # it is stopped, too; the kernel keeps its last order
                 os.write(self._line, f"until {until!r}\n".encode())
-                self._until, self._orders = until, self._orders + 1
+                self._until = until
+                self._orders.append(until)
 
     def close(self) -> None:
         """End it, and the processes that are still tied to it."""
@@ -172,8 +182,9 @@ class Fence:
 
     @property
     def holds(self) -> bool:
-        """The processes end in time even if this agent dies, so that the controller may count on it."""
-        return self.lease.armed and self._dog is not None and self._dog.ready
+        """The processes end in time even if this agent and its watchdog do nothing more, so that the controller may
+        count on it."""
+        return self.lease.armed and self._dog is not None and self._dog.guards
 
     @property
     def tried(self) -> bool:

@@ -208,6 +208,8 @@ def on_plan(job: JobState, event: Event, record: records.PlanMade) -> None:
     job.generation = max(job.generation, record.plan.generation)
     job.members, job.order = _identities(record.crews), list(record.plan.members)
     job.joining, job.lost, job.condemned, job.offer, job.regroup = {}, {}, {}, None, ""
+    if job.mode.fenced:
+        job.world = dict(job.agents_of(job.members))
     for failure in job.failures:
         if failure.broken_at is not None and failure.resumed_at is None:
             failure.planned_at = event.time

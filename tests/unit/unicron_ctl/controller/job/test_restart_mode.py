@@ -185,6 +185,22 @@ def test_the_doors_of_a_world_are_those_that_its_agents_have_opened_for_it():
     assert [agent.held[min(agent.held)].doors[0].count("4001") for agent in agents] == [0, 0], "before, of the agents"
 
 
+def test_an_agent_whose_ranks_have_ended_hears_of_the_break_too():
+    """Its door must not keep the processes of others."""
+    world, agents = plain(seconds=0.3)
+    agents[1].obedient = False
+    agents[1].die(1)
+    world.run(5.0)
+    assert agents[1].ranks[1].state == "exited"
+    broken = world.job().broken
+    assert broken and [m.generation for m in agents[1].heard if isinstance(m, wire.Break)][:1] == [broken]
+    agents[1].left = broken
+    agents[1].heard.clear()
+    agents[1].status()
+    world.run(3.0)
+    assert not [m for m in agents[1].heard if isinstance(m, wire.Break)], "it has obeyed"
+
+
 def test_processes_that_nothing_ends_are_waited_for_as_long_as_silence_is():
     world = fell_silent(fenced=False)
     world.run(world.config.state_wait_seconds - 10)
