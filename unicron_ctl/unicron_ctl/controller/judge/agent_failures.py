@@ -50,6 +50,8 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
     out.record(state, _node_lost(view, agent.node, element, lost))
     text = drains.drain_reason(drains.LOST_NODE, f"lost heartbeat of {state.label(element)}")
     isolation.take_out(view, state, element, agent.node, records.THIS_FAILURE, text, out)
+    if lives:
+        isolation.power_off(view, state, element, agent.node, records.THIS_FAILURE, out)
     return out
 
 

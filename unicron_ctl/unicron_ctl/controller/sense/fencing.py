@@ -15,8 +15,9 @@ from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_state import MAY_LIVE, JobState
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.live import Fence
-from unicron_ctl.controller.model.view import View
+from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.shared.consensus.restart_lease import gone_at, old_gone_at, on_another_clock, tried_by
+from unicron_ctl.shared.log import records
 
 UNKNOWN_SECONDS = 36.0  # the lease of an agent that has not named it to this controller: as in release 0.2, with margin
 
@@ -36,6 +37,26 @@ def fell_silent(view: View, job: JobView, element: int) -> str:
     _note_shut(view, job)
     wait = max(0.0, _until(view, job, fence, _soonest(view, job)) - view.now)
     return f"; its processes may live on, so no new world begins for {wait:.0f} s, or until Slurm shows their end"
+
+
+def powered_off(view: View, node: str, out: Outcome) -> None:
+    """Record that the processes of silent agents on this node are dead, because the site's program has switched it
+    off."""
+    for state in view.managed_jobs():
+        job = view.job(state)
+        for name, fence in list(job.fences.items()):
+            record = state.agents.get(fence.element)
+            present = record is not None and record.agent == name
+            if (record.node if record is not None and present else state.superseded.get(name)) != node:
+                continue
+            job.ended.add(name)
+            del job.fences[name]
+            if record is not None and present and record.gone in MAY_LIVE:
+                out.record(state, records.AgentGone(element=fence.element, agent=name, reason="dead"))
+                failures = [one for one in state.failures if one.record.node == node]
+                if failures:
+                    text = f"{node} is powered off: its processes are dead, so nothing is waited for"
+                    out.record(state, records.FailureAction(failure=failures[-1].id, text=text))
 
 
 def has_ended(job: JobView, element: int) -> None:

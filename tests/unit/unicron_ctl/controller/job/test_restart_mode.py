@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.plain_agent import PlainAgent
-from tests.support.scenarios import allocation_row, plain, power_off, ready
+from tests.support.scenarios import allocation_row, asked, plain, power_off, ready, trained
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.agent.loop.agent import SIGTERM_SECONDS
 from unicron_ctl.agent.loop.plain_ranks import OWN_END_SECONDS, YOUNG_SECONDS, own_end_seconds
@@ -19,10 +19,12 @@ from unicron_ctl.shared.protocol import shared_plans, wire
 from unicron_ctl.shared.protocol.ranges import LAUNCHES
 from unicron_ctl.shared.protocol.structs import RankStep
 from unicron_ctl.shared.settings.config import ControllerConfig
+from unicron_ctl.shared.settings.partitions import PartitionConfig
 
 RESET = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554] Connection closed by peer [10.0.0.2]"
 
 
+ACTS = {"default": PartitionConfig(mode="act")}
 FENCED = on_another_clock(PlainAgent.lease)  # for which a new world waits for what fell silent
 
 
@@ -207,6 +209,57 @@ def test_processes_that_nothing_ends_are_waited_for_as_long_as_silence_is():
     assert world.job().phase == "forming" and len(plans(world)) == 1
     world.run(30)
     assert sorted(world.job().members) == [0, 1, 2]
+
+
+def lost_with(program: str, **changes) -> World:
+    """A world of three on Slurm has lost its last node, which the site's program switches off."""
+    world, agents = trained(3, 0, kind=PlainAgent, config={"power_off": program, "partitions": ACTS} | changes)
+    world.run(30)
+    power_off(world, "n3")
+    world.run(8.0)
+    return world
+
+
+def told(world: World) -> str:
+    return "\n".join(str(event.record) for event in world.log)
+
+
+def test_a_node_that_the_sites_program_has_switched_off_is_not_waited_for():
+    """It is dead for ever, also for a controller that is started again."""
+    world = lost_with("/bin/true %n")
+    assert sorted(world.job().members) == [0, 1] and world.job().phase == "running"
+    assert asked(world.slurm, "power_off") == ["n3"] and world.job().agents[2].gone == "dead"
+    assert "n3 is powered off: its processes are dead" in told(world)
+    world.restart()
+    assert world.job().agents[2].gone == "dead"
+
+
+def test_a_node_that_the_program_could_not_switch_off_is_waited_for_and_the_log_says_so():
+    world = lost_with("/bin/false %n")
+    assert world.job().phase == "forming"
+    text = "power off n3: the program of power_off ended with status 1; the lease of its processes is waited for"
+    assert text in told(world)
+    world.run(FENCED)
+    assert sorted(world.job().members) == [0, 1]
+    assert asked(world.slurm, "power_off") == ["n3"], "once"
+
+
+def test_no_node_is_switched_off_without_permission():
+    world = lost_with("/bin/true %n", partitions={"default": PartitionConfig(mode="act", actions=["down"])})
+    assert world.job().phase == "forming" and not asked(world.slurm, "power_off")
+    assert "would power off n3" in told(world)
+
+
+def test_no_node_is_switched_off_under_other_jobs():
+    rules = {"default": PartitionConfig(mode="act", actions=["drain", "down", "power_off"])}
+    world, agents = trained(3, 0, kind=PlainAgent, config={"power_off": "/bin/true %n", "partitions": rules})
+    world.run(30)
+    world.slurm.queue["2", 0] = world.slurm.queue["1", 2] | {}
+    world.run(5)
+    power_off(world, "n3")
+    world.run(8.0)
+    assert world.job().phase == "forming" and not asked(world.slurm, "power_off")
+    assert "n3 is not powered off: other jobs run there" in told(world)
 
 
 def test_who_comes_back_and_has_stopped_is_waited_for_no_longer():
