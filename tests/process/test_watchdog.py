@@ -13,7 +13,7 @@ import pytest
 from tests.support.processes import wait_for
 from unicron_ctl.agent.connections.connections import Polling
 from unicron_ctl.agent.connections.containment import Containment
-from unicron_ctl.agent.ranks.fence import Fence, Watchdog, clock
+from unicron_ctl.agent.ranks.fence import NO_WATCHDOG, Fence, Watchdog, clock
 
 pytestmark = pytest.mark.process
 
@@ -110,5 +110,11 @@ def test_the_controller_may_count_on_a_lease_only_when_the_kernel_knows_of_it(
         fence.lease.on_controller(clock())
         fence.check_lease(False, False, [rank.pid])
         assert fence.holds, "the order before this one ends the processes, though too early"
+        assert not fence.ended
+        os.kill(fence.pid, signal.SIGKILL)
+        wait_for(lambda: fence.ended == NO_WATCHDOG, "whoever finds the rank dead knows why, before the next look")
+        assert fence.check_lease(False, False, [rank.pid]) == fence.ended == NO_WATCHDOG
+        fence.begin_world(["127.0.0.1:1"])
+        assert not fence.ended
     finally:
         fence.close()

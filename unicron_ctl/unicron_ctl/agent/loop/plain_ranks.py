@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -353,6 +354,9 @@ class RestartAgent(Agent):
             rank.step = None
 
     def _explain(self, rank: Rank) -> None:
+        end, why = rank.status.exit, self._fence.ended
+        if end is not None and end.code == -signal.SIGKILL and why:
+            end.last_line = why  # the network's doing, and no fault of the program
         super()._explain(rank)
         if isinstance(rank, PlainRank):
             self._report_step(rank)  # its last step

@@ -179,6 +179,7 @@ class Fence:
         self._dog: Watchdog | None = None
         self._deaf = False
         self._begins = False  # a world is about to begin
+        self._ended = ""  # why this world's processes were ended
 
     @property
     def holds(self) -> bool:
@@ -201,10 +202,16 @@ class Fence:
         """The controller's last answer is too old to begin a world: it may count this node's processes no more."""
         return clock() >= self.lease.renewed_until - EARLY_SECONDS
 
+    @property
+    def ended(self) -> str:
+        """Why the lease has ended this world's processes; empty if it has not."""
+        dog = self._dog
+        return self._ended or (NO_WATCHDOG if dog is not None and dog.child.ended() else "")
+
     def begin_world(self, doors: Sequence[str]) -> None:
         """Begin a world. doors: of its other agents, as far as they are known."""
         with self._lock:
-            self._doors, self._world, self._begins = list(doors), self._world + 1, True
+            self._doors, self._world, self._begins, self._ended = list(doors), self._world + 1, True, ""
             self.lease.start_world(len(self._doors))
 
     def end_world(self) -> None:
@@ -248,8 +255,9 @@ class Fence:
             if unwatched:
                 self.lease.on_controller(clock())
             self._keep_thread()
-            why = self._keep_watchdog(clock())
-            return (why or (CUT_OFF if self.over else "")) if pids else ""
+            why = self._keep_watchdog(clock()) or (CUT_OFF if self.over else "")
+            self._ended = why if pids and why else self._ended
+            return why if pids else ""
 
     def _mute(self, muted: bool) -> None:
         """Close the door to others while an injected loss of the network lasts."""

@@ -11,6 +11,7 @@ import pytest
 from unicron_ctl.agent.connections.job_environment import read_place
 from unicron_ctl.agent.loop.agent import Agent
 from unicron_ctl.agent.loop.plain_ranks import RestartAgent
+from unicron_ctl.agent.ranks.fence import CUT_OFF
 from unicron_ctl.shared.protocol import structs, wire
 from unicron_ctl.shared.protocol.reach import Reach, reach
 
@@ -60,5 +61,11 @@ def test_whoever_hears_the_break_shuts_the_door_that_the_plan_may_have_named(
         at = [reach(f"127.0.0.1:{port}", 1.0) for port in dict.fromkeys(ports)]
         assert len({*ports[1:4]}) == 1 and at == [Reach.REFUSED, Reach.REFUSED, Reach.REACHED]
         assert agent._reports.left == agent._left == 4
+        ranks = list(agent.ranks.values())
+        for code, ended, said in ((-9, CUT_OFF, CUT_OFF), (1, CUT_OFF, "own"), (-9, "", "own")):
+            ranks[0].status.exit = structs.Exit(code=code, at=1.0, lived=1.0, last_line="own")
+            agent._fence._ended = ended
+            agent._explain(ranks[0])
+            assert ranks[0].status.exit.last_line == said, "a kill by the lease is the network's doing"
     finally:
         agent.close()

@@ -9,6 +9,7 @@ from tests.support.scenarios import allocation_row, asked, plain, power_off, rea
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.agent.loop.agent import SIGTERM_SECONDS
 from unicron_ctl.agent.loop.plain_ranks import OWN_END_SECONDS, YOUNG_SECONDS, own_end_seconds
+from unicron_ctl.agent.ranks.fence import CUT_OFF, NO_WATCHDOG
 from unicron_ctl.controller.api.answers import answer
 from unicron_ctl.controller.api.node_answers import visible_nodes
 from unicron_ctl.controller.job import injection, modes
@@ -211,9 +212,20 @@ def test_processes_that_nothing_ends_are_waited_for_as_long_as_silence_is():
     assert sorted(world.job().members) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("words", [CUT_OFF, NO_WATCHDOG, ""])
+def test_a_job_does_not_end_because_its_network_is_away_again_and_again(words):
+    """Defect: processes that their lease had ended counted as dead by an error of the program."""
+    world, agents = plain(3, seconds=0.3)
+    for agent in (agents[0], agents[1], agents[0], agents[1], agents[0]):
+        world.run(20)
+        agent.die(agent.slots[0], code=-9, lived=15.0, last_line=words)
+        world.run(5)
+    assert bool(world.job().over) == (not words)
+
+
 def lost_with(program: str, **changes) -> World:
     """A world of three on Slurm has lost its last node, which the site's program switches off."""
-    world, agents = trained(3, 0, kind=PlainAgent, config={"power_off": program, "partitions": ACTS} | changes)
+    world, _ = trained(3, 0, kind=PlainAgent, config={"power_off": program, "partitions": ACTS} | changes)
     world.run(30)
     power_off(world, "n3")
     world.run(8.0)
@@ -252,7 +264,7 @@ def test_no_node_is_switched_off_without_permission():
 
 def test_no_node_is_switched_off_under_other_jobs():
     rules = {"default": PartitionConfig(mode="act", actions=["drain", "down", "power_off"])}
-    world, agents = trained(3, 0, kind=PlainAgent, config={"power_off": "/bin/true %n", "partitions": rules})
+    world, _ = trained(3, 0, kind=PlainAgent, config={"power_off": "/bin/true %n", "partitions": rules})
     world.run(30)
     world.slurm.queue["2", 0] = world.slurm.queue["1", 2] | {}
     world.run(5)

@@ -36,7 +36,7 @@ def test_it_gets_the_name_of_the_node_and_no_shell_reads_it(folder: Path) -> Non
 
 def test_why_it_failed_is_said(folder: Path) -> None:
     off = program(folder, "echo first >&2; echo 'no answer of the BMC' >&2; exit 3")
-    with pytest.raises(SlurmError, match="ended with status 3: .*no answer of the BMC"):
+    with pytest.raises(SlurmError, match=r"ended with status 3: .*no answer of the BMC"):
         switch_off(f"{off} %n", "n7")
     off.chmod(0o644)
     with pytest.raises(SlurmError, match="chmod"):
@@ -49,7 +49,7 @@ def test_why_it_failed_is_said(folder: Path) -> None:
 def test_one_that_does_not_end_is_killed_with_its_children(folder: Path) -> None:
     off = program(folder, f"(sleep 5; echo late > {folder}/late) & sleep 600")
     began = time.monotonic()
-    with pytest.raises(SlurmError, match="did not end within 0.5 s and was killed"):
+    with pytest.raises(SlurmError, match=r"did not end within 0\.5 s and was killed"):
         switch_off(f"{off} %n", "n7", 0.5)
     assert time.monotonic() - began < 4.0
     time.sleep(5.0)
