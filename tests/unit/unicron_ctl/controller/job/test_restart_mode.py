@@ -223,6 +223,38 @@ def test_a_job_does_not_end_because_its_network_is_away_again_and_again(words):
     assert bool(world.job().over) == (not words)
 
 
+def _say(world: World, states: set[str], reason: str) -> None:
+    world.slurm.node_states["n3"], world.slurm.reasons["n3"] = states, reason
+
+
+def _end_element(world: World) -> None:
+    """Its slurmd answers: it has ended the element, which waits again."""
+    world.slurm.queue["1", 2].update(state="PENDING", node=None, reason="JobHeldUser")
+
+
+@pytest.mark.parametrize(
+    ("says", "proof"),
+    [
+        (lambda world: _say(world, {"DOWN"}, "the PDU is off"), True),
+        (lambda world: _say(world, {"IDLE", "POWERED_DOWN"}, ""), True),
+        (_end_element, True),
+        (lambda world: _say(world, {"DOWN", "NOT_RESPONDING"}, "Not responding"), False),
+        (lambda world: _say(world, {"DOWN"}, "unicron[node_problem]: lost heartbeat of 1_2"), False),
+        (lambda world: _say(world, {"IDLE", "POWERING_DOWN"}, ""), False),
+    ],
+    ids=["admin", "powered down", "ended", "not responding", "ours", "on the way"],
+)
+def test_what_slurm_says_of_a_silent_node_ends_the_wait_if_it_is_a_proof(says, proof):
+    world, _ = trained(3, 0, kind=PlainAgent)
+    world.run(30)
+    power_off(world, "n3")
+    world.run(8.0)
+    assert world.job().phase == "forming"
+    says(world)
+    world.run(6.0)
+    assert (sorted(world.job().members) == [0, 1]) == proof
+
+
 def lost_with(program: str, **changes) -> World:
     """A world of three on Slurm has lost its last node, which the site's program switches off."""
     world, _ = trained(3, 0, kind=PlainAgent, config={"power_off": program, "partitions": ACTS} | changes)
