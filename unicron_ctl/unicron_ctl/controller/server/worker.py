@@ -21,7 +21,7 @@ from typing import Any
 from unicron_ctl.controller.core.core import Core
 from unicron_ctl.controller.model.requests import POWER_OFF, Action, Knock, Poll, Probe, Run
 from unicron_ctl.controller.server.fair_queue import FairQueue
-from unicron_ctl.controller.server.power_off import switch_off
+from unicron_ctl.controller.server.switching_off import switch_off
 from unicron_ctl.shared.log.term import Tenure
 from unicron_ctl.shared.protocol.reach import reach
 from unicron_ctl.shared.slurm import drains

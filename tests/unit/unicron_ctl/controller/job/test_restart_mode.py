@@ -229,6 +229,7 @@ def _say(world: World, states: set[str], reason: str) -> None:
 
 def _end_element(world: World) -> None:
     """Its slurmd answers: it has ended the element, which waits again."""
+    _say(world, {"IDLE"}, "")
     world.slurm.queue["1", 2].update(state="PENDING", node=None, reason="JobHeldUser")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import wait_for
-from unicron_ctl.controller.server.power_off import switch_off
+from unicron_ctl.controller.server.switching_off import switch_off
 from unicron_ctl.shared.settings.config import ControllerConfig, problems
 from unicron_ctl.shared.settings.power_off import command_of, power_off_unfit
 from unicron_ctl.shared.slurm.slurm_client import SlurmError
