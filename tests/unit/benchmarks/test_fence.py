@@ -62,6 +62,25 @@ def test_who_waits_to_begin_keeps_its_door_for_those_that_have_begun(seed: int) 
     assert world.written == [] and len(world.job().members) == 2 and world.job().phase == "running"
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_world_of_one_node_is_waited_for_if_others_could_take_its_place(restarted: bool) -> None:
+    """Defect: it holds no lease, for it has no others to miss; so another node began beside it at once."""
+    world = Worlds(2, 1)
+    world.go_on(8.0)
+    world.cuts = {frozenset(("n2", other)) for other in ("", "n1")}
+    world.go_on(30.0)
+    assert world.job().members.keys() == {0} and world.hosts[0].process
+    world.cuts = {frozenset(("n1", other)) for other in ("", "n2")}
+    world.go_on(1.0)
+    if restarted:
+        world.begin_again()
+    world.go_on(120.0)
+    assert world.written == [] and world.hosts[0].process and 1 not in world.job().members
+    world.cuts.clear()
+    world.go_on(10.0)
+    assert world.written == [] and world.job().phase == "running"
+
+
 def test_a_node_whose_rank_has_ended_shuts_its_door_too() -> None:
     """Else a node that only the controller has lost keeps its processes by that door, for two minutes."""
     world = Worlds(3, 1)
