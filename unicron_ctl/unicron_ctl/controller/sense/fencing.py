@@ -30,7 +30,7 @@ def fell_silent(view: View, job: JobView, element: int) -> str:
     if not state.mode.fenced or record is None or len(state.agents) < 2 or not inside:
         return ""  # the job has no other agents, so that only Slurm can start it elsewhere
     seen = agent is not None and agent.agent == record.agent
-    fenced = agent.status.fenced if agent is not None and seen else _can_hold_lease(state)
+    fenced = agent.status.fenced if agent is not None and seen else element not in state.unfenced
     heard = agent.last_heard if agent is not None and seen else view.started_at
     lease = agent.status.lease if agent is not None and seen else _unknown_lease(view)
     job.fences[record.agent] = fence = Fence(element, heard, fenced, lease)
@@ -183,12 +183,8 @@ def _recall(view: View, job: JobView) -> None:
     replaced = {element: name for element, name in _world(state).items() if name in state.superseded}
     for element, name in [*known.items(), *replaced.items()]:
         if len(state.agents) > 1 and name not in job.fences:
-            job.fences[name] = Fence(element, view.started_at, _can_hold_lease(state), _unknown_lease(view))
-
-
-def _can_hold_lease(state: JobState) -> bool:
-    """Whether an agent that this controller has not heard may hold a lease: alone it has no others to miss."""
-    return len(_world(state)) > 1
+            fenced = element not in state.unfenced
+            job.fences[name] = Fence(element, view.started_at, fenced, _unknown_lease(view))
 
 
 def _unknown_lease(view: View) -> float:

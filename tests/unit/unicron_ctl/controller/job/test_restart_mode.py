@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.support.plain_agent import PlainAgent
@@ -204,9 +206,24 @@ def test_an_agent_whose_ranks_have_ended_hears_of_the_break_too():
     assert not [m for m in agents[1].heard if isinstance(m, wire.Break)], "it has obeyed"
 
 
-def test_processes_that_nothing_ends_are_waited_for_as_long_as_silence_is():
-    world = fell_silent(fenced=False)
-    world.run(world.config.state_wait_seconds - 10)
+class PartlyFenced(PlainAgent):
+    """Nothing ends the processes of the fourth node."""
+
+    def __init__(self, *given: Any, **more: Any):
+        super().__init__(*given, **more)
+        self.fenced = self.element != 3
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_processes_that_nothing_ends_are_waited_for_as_long_as_silence_is(restarted):
+    """Another controller, which has never heard the agent, has it in the log."""
+    world, agents = trained(4, kind=PartlyFenced, seconds=0.3)
+    world.run(100)
+    agents[3].silent = True
+    world.run(10)
+    if restarted:
+        world.restart()
+    world.run(world.config.state_wait_seconds - 20)
     assert world.job().phase == "forming" and len(plans(world)) == 1
     world.run(30)
     assert sorted(world.job().members) == [0, 1, 2]
