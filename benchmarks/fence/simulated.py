@@ -35,6 +35,30 @@ def _cut_some(world: Worlds, chance: random.Random) -> None:
         world.cuts.add(frozenset(chance.sample(names, 2)))
 
 
+def _deafen(world: Worlds, chance: random.Random) -> None:
+    """Let some nodes be heard by others, and not hear these themselves."""
+    names = ["", *(agent.node for agent in world.hosts)]
+    for agent in chance.sample(world.hosts, chance.randint(1, len(world.hosts))):
+        world.deaf |= {(name, agent.node) for name in ("", *chance.sample(names, chance.randint(0, 2)))}
+
+
+def _kill_ranks(world: Worlds, chance: random.Random) -> None:
+    """Kill the ranks of a node."""
+    agent = chance.choice(world.hosts)
+    agent.kill_at = world.now
+
+
+def _split_beginning(world: Worlds, chance: random.Random) -> None:
+    """Kill ranks, and cut the hosts into two groups while only a part of the next world has begun."""
+    before = world.newest
+    chance.choice(world.hosts).kill_at = world.now
+    for _ in range(80):
+        world.go_on(0.1)
+        if sum(agent.process > before for agent in world.hosts) > chance.randint(0, len(world.hosts) - 1):
+            break
+    _cut(world, chance)
+
+
 def _lose(world: Worlds, chance: random.Random) -> None:
     """Lose packets of some hosts."""
     for name in ["", *(agent.node for agent in world.hosts)]:
@@ -74,7 +98,10 @@ FAULTS: tuple[Callable[[Worlds, random.Random], None], ...] = (
     _cut,
     _cut_from_head,
     _cut_some,
+    _deafen,
     _lose,
+    _kill_ranks,
+    _split_beginning,
     _pause_agents,
     _pause_nodes,
     _pause_ranks,
@@ -86,6 +113,7 @@ FAULTS: tuple[Callable[[Worlds, random.Random], None], ...] = (
 def heal(world: Worlds) -> None:
     """End all faults."""
     world.cuts.clear()
+    world.deaf.clear()
     world.lost.clear()
     world.paused = False
     for agent in world.hosts:

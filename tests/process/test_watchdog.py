@@ -11,7 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.processes import wait_for
-from unicron_ctl.agent.ranks.fence import Watchdog, clock
+from unicron_ctl.agent.connections.connections import Polling
+from unicron_ctl.agent.connections.containment import Containment
+from unicron_ctl.agent.ranks.fence import NO_WATCHDOG, Fence, Watchdog, clock
 
 pytestmark = pytest.mark.process
 
@@ -85,3 +87,34 @@ def test_who_is_let_go_lives_on_and_an_order_in_the_past_counts_at_once(
         wait_for(lambda: killed(other), "the kernel has killed it")
     assert rank.poll() is None
     assert dog.tie([]), "nobody is left"
+
+
+def test_the_controller_may_count_on_a_lease_only_when_the_kernel_knows_of_it(
+    rank: subprocess.Popen[bytes],
+) -> None:
+    """Defect: it did so as soon as the watchdog ran, also if that was stopped before it had taken the order."""
+    fence = Fence(Polling(Containment(print)))
+    fence.begin_world(["127.0.0.1:1"])
+    try:
+        wait_for(lambda: fence.check_lease(False, False, []) or fence.pid, "it starts")
+        wait_for(lambda: fence.check_lease(False, False, []) or fence._dog.ready, "its timer works")  # type: ignore[union-attr]
+        assert fence.pid is not None
+        stop(fence.pid)
+        fence.lease.on_controller(clock())
+        fence.lease.on_doors(1, clock())
+        assert fence.lease.armed and not fence.check_lease(False, False, [rank.pid])
+        assert not fence.holds, "the order is on its way"
+        os.kill(fence.pid, signal.SIGCONT)
+        wait_for(lambda: fence.check_lease(False, False, [rank.pid]) or fence.holds, "it has taken the order")
+        stop(fence.pid)
+        fence.lease.on_controller(clock())
+        fence.check_lease(False, False, [rank.pid])
+        assert fence.holds, "the order before this one ends the processes, though too early"
+        assert not fence.ended
+        os.kill(fence.pid, signal.SIGKILL)
+        wait_for(lambda: fence.ended == NO_WATCHDOG, "whoever finds the rank dead knows why, before the next look")
+        assert fence.check_lease(False, False, [rank.pid]) == fence.ended == NO_WATCHDOG
+        fence.begin_world(["127.0.0.1:1"])
+        assert not fence.ended
+    finally:
+        fence.close()

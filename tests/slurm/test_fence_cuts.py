@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slurm, NEEDS_ROOT]
 @pytest.mark.timeout(900)
 def test_a_few_of_them(tmp_path: Path) -> None:
     stage = cuts.play(tmp_path, count=3, seed=5, jobs=1)
-    assert sum(stage.deeds.values()) == 3 and all(cuts.two_worlds(path) == [] for path in stage.files)
+    assert sum(stage.deeds.values()) >= 3 and all(cuts.two_worlds(path) == [] for path in stage.files)
     assert all(map(cuts.worlds, stage.files))
 
 

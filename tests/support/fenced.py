@@ -31,6 +31,8 @@ class Worlds(World):
         """Lines that an earlier world wrote after a later one."""
         self.worlds: set[int] = set()
         self.lost: dict[str, float] = {}  # node ("" is the head) -> the share of its packets that are lost
+        self.deaf: set[tuple[str, str]] = set()
+        """(from, to): hosts between which nothing gets through in this direction."""
         self.paused = False
         self.hosts = [FencedAgent(self, element) for element in range(nodes)]
         with self.at_once():
@@ -41,14 +43,15 @@ class Worlds(World):
     def passes(self, one: str, other: str) -> bool:
         """Whether a message gets from one host to another now."""
         loss = max(self.lost.get(one, 0.0), self.lost.get(other, 0.0))
-        return frozenset((one, other)) not in self.cuts and self.chance.random() >= loss
+        cut = frozenset((one, other)) in self.cuts or (one, other) in self.deaf
+        return not cut and self.chance.random() >= loss
 
     def answer(self, witness: str, target: str) -> Reach:
         """Seven connections are tried, and one is enough."""
         if not target:
             return Reach.UNKNOWN
         node, _, port = target.partition(":")
-        if not any(self.passes(witness, node) for _ in range(7)):
+        if (node, witness) in self.deaf or not any(self.passes(witness, node) for _ in range(7)):
             return Reach.SILENT
         agents = [agent for agent in self.agents if agent.node == node]
         open_ = port == "slurmd" or any(port in (agent.agent, str(agent.opened)) for agent in agents)
@@ -88,6 +91,7 @@ class FencedAgent(PlainAgent):
         self.held_lease = Lease()
         self.opened = 10_000 + element
         self.doors: list[str] = []
+        self.inside = 0  # the world for which its door is open, or will be
         self.coming: tuple[wire.Plan, float] | None = None  # the next world, and when it begins at the latest
         self.process = 0  # the generation of the rank's process; 0 without one
         self.kill_at = self.end_at = float("inf")
@@ -157,7 +161,7 @@ class FencedAgent(PlainAgent):
         rank = self.ranks[slot]
         if rank.state == "waiting" and slot in plan.members and rank.broken < plan.generation and not self.process:
             if self.coming is None or self.coming[0].generation < plan.generation:
-                self.coming = plan, self.world.now + 1.0
+                self.coming, self.inside = (plan, self.world.now + 1.0), plan.generation
                 self.held_lease.start_world(len(self.doors))
                 self.begins = self.confirmed = 0
 
@@ -167,7 +171,8 @@ class FencedAgent(PlainAgent):
             self.coming, self.begins = None, 0
         if self.process > order.generation:
             return
-        self.opened += 1000
+        if self.left < order.generation and self.inside <= order.generation:
+            self.opened, self.inside, self.left = self.opened + 1000, 0, order.generation
         if self.process:
             self.end_at = min(self.end_at, self.world.now + self.world.chance.uniform(0.0, 2.0))
             self.broken = order.generation

@@ -25,6 +25,8 @@ class PlainAgent(FakeAgent):
             super().get(message)
             return
         self.heard.append(message)
+        if isinstance(message, wire.Break):
+            self.left = max(self.left, message.generation)
         for slot, rank in list(self.ranks.items()):
             match message:
                 case wire.Break() if rank.broken < message.generation and rank.state != "exited":

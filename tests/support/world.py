@@ -94,6 +94,7 @@ class FakeAgent:
         self.opened = 9999 if self.restarts else 0  # the port of its next world
         self.begins = 0  # the generation of the world that it is about to begin
         self.stored = True  # its node's rendezvous store lives
+        self.left = 0  # the newest Break that it has heard
         self.number = 0
         self.heard: list[wire.Message] = []
         self.held: dict[int, wire.PlanShare] = {}
@@ -191,6 +192,7 @@ class FakeAgent:
             lease=self.lease,
             begins=self.begins,
             world=self.opened,
+            left=self.left,
             ranks={slot: copy.copy(rank) for slot, rank in self.ranks.items()},
             tables=self.held_steps,
         )

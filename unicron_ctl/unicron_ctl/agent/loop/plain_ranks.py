@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -155,6 +156,7 @@ class RestartAgent(Agent):
     def _build(self) -> None:
         self._fence = Fence(self._net.polling)
         self._world = 0  # the generation of the world for which the fence's door is open; 0 before it begins
+        self._left = 0  # the newest Break that has shut one: no world up to it counts this node any more
         super()._build()
         self._snapshots.copies.plain = True
         self._ending.leaves = "its processes end"
@@ -219,6 +221,7 @@ class RestartAgent(Agent):
     def _send_status(self, leaving: str = "") -> None:
         reports, fence = self._reports, self._fence
         reports.fenced, reports.lease, reports.world = fence.holds, fence.lease.seconds, fence.door.port
+        reports.left = self._left
         reports.begins = self._next[0].generation if self._next is not None and self._asked is not None else 0
         reports.asks = fence.may_ask() or reports.begins > 0
         if reports.asks:
@@ -293,9 +296,9 @@ class RestartAgent(Agent):
 
     def _break(self, message: wire.Break) -> None:
         self._next = self._asked = None
-        if 0 < self._world <= message.generation:
-            self._fence.end_world()
-            self._world = 0
+        if self._left < message.generation and self._world <= message.generation:
+            self._fence.end_world()  # also if the plan of its world is lost: others may have the port
+            self._world, self._left = 0, message.generation
         if any([rank.break_(message.generation) for rank in self._plain.values()]):
             now = time.monotonic()
             self._term_at = now + own_end_seconds(message, now - self._began)
@@ -351,6 +354,9 @@ class RestartAgent(Agent):
             rank.step = None
 
     def _explain(self, rank: Rank) -> None:
+        end, why = rank.status.exit, self._fence.ended
+        if end is not None and end.code == -signal.SIGKILL and why:
+            end.last_line = why  # the network's doing, and no fault of the program
         super()._explain(rank)
         if isinstance(rank, PlainRank):
             self._report_step(rank)  # its last step

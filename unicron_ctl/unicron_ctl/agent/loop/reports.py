@@ -86,8 +86,8 @@ class Reports:
         """The number of the last Ping."""
         self.fenced = False
         """The processes end by themselves if they are cut off."""
-        self.lease, self.world = 0.0, 0
-        """Restart mode: the lease's seconds, and the port of the world's door."""
+        self.lease, self.world, self.left = 0.0, 0, 0
+        """Restart mode: the lease's seconds, the port of the world's door, and the newest Break that shut one."""
         self.begins = 0
         """Restart mode: the generation of the world that this node is about to begin."""
         self.asks = False
@@ -163,6 +163,7 @@ class Reports:
                     lease=self.lease,
                     begins=self.begins,
                     world=self.world,
+                    left=self.left,
                     ranks=statuses,
                     cold={slot: rank.cold[:COLD_TEXT] for slot, rank in self._ranks.items() if rank.cold},
                     steps=[] if self._brief else [table.report() for table in due],

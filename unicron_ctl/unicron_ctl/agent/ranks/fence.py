@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -103,23 +104,31 @@ class Watchdog:
             command += [str(int(number)) for number in STEP_SIGNALS]
             self.child = Child(command, os.environ, [tied], Surroundings(told, says))
             self._close = undo.pop_all().close
-        self._orders, self._answers, self._until = 0, 0, NEVER
+        self._orders = deque([NEVER])  # that it has not taken yet; it begins with the first
+        self._until = self._taken = NEVER  # the last order, and the last that it has taken
+        self._ready = False
         self._tethers: dict[int, Tether] = {}
 
     @property
     def ready(self) -> bool:
         """Its timer works, so that processes can be tied to it."""
-        return self._answers > 0
+        return self._ready
 
     @property
     def settled(self) -> bool:
         """Its timer is set as it was told."""
-        return self._answers == self._orders + 1
+        return not self._orders
+
+    @property
+    def guards(self) -> bool:
+        """Its timer ends the processes, even if it takes no other order."""
+        return self._taken < NEVER
 
     def read_answers(self) -> None:
         """Read what it has done."""
         with contextlib.suppress(BlockingIOError):
-            self._answers += len(os.read(self._said, 4096))
+            for _ in os.read(self._said, 4096)[: len(self._orders)]:
+                self._ready, self._taken = True, self._orders.popleft()
 
     def tie(self, pids: Collection[int]) -> bool:
         """Tie these leaders of process groups to it, and let others go; False if it has ended before it knew them."""
@@ -136,7 +145,8 @@ class Watchdog:
         if until != self._until:
             with contextlib.suppress(BlockingIOError):  # it is stopped, too; the kernel keeps its last order
                 os.write(self._line, f"until {until!r}\n".encode())
-                self._until, self._orders = until, self._orders + 1
+                self._until = until
+                self._orders.append(until)
 
     def close(self) -> None:
         """End it, and the processes that are still tied to it."""
@@ -169,11 +179,13 @@ class Fence:
         self._dog: Watchdog | None = None
         self._deaf = False
         self._begins = False  # a world is about to begin
+        self._ended = ""  # why this world's processes were ended
 
     @property
     def holds(self) -> bool:
-        """The processes end in time even if this agent dies, so that the controller may count on it."""
-        return self.lease.armed and self._dog is not None and self._dog.ready
+        """The processes end in time even if this agent and its watchdog do nothing more, so that the controller may
+        count on it."""
+        return self.lease.armed and self._dog is not None and self._dog.guards
 
     @property
     def tried(self) -> bool:
@@ -190,10 +202,16 @@ class Fence:
         """The controller's last answer is too old to begin a world: it may count this node's processes no more."""
         return clock() >= self.lease.renewed_until - EARLY_SECONDS
 
+    @property
+    def ended(self) -> str:
+        """Why the lease has ended this world's processes; empty if it has not."""
+        dog = self._dog
+        return self._ended or (NO_WATCHDOG if dog is not None and dog.child.ended() else "")
+
     def begin_world(self, doors: Sequence[str]) -> None:
         """Begin a world. doors: of its other agents, as far as they are known."""
         with self._lock:
-            self._doors, self._world, self._begins = list(doors), self._world + 1, True
+            self._doors, self._world, self._begins, self._ended = list(doors), self._world + 1, True, ""
             self.lease.start_world(len(self._doors))
 
     def end_world(self) -> None:
@@ -237,8 +255,9 @@ class Fence:
             if unwatched:
                 self.lease.on_controller(clock())
             self._keep_thread()
-            why = self._keep_watchdog(clock())
-            return (why or (CUT_OFF if self.over else "")) if pids else ""
+            why = self._keep_watchdog(clock()) or (CUT_OFF if self.over else "")
+            self._ended = why if pids and why else self._ended
+            return why if pids else ""
 
     def _mute(self, muted: bool) -> None:
         """Close the door to others while an injected loss of the network lasts."""

@@ -31,7 +31,7 @@ def missing_elements(view: View, job: JobState) -> list[int]:
         for element, name in job.voting.everybody
         if doubted or (agent := agents.get(element)) is None or agent.agent != name or not agent.alive
     ]
-    missing = (who for who in silent if _speaking(view, job, *who) is None and not _is_dead(view, job, *who))
+    missing = (who for who in silent if _speaking(view, job, *who) is None and not is_dead(view, job, *who))
     return sorted({element for element, _ in missing})
 
 
@@ -120,7 +120,7 @@ def plan_may_have_begun(view: View, job: JobState, plan: Plan, ping: int = 0) ->
         here = _speaking(view, job, element, name)
         if here is not None and here.status.pinged >= ping and any(_goes_on(job, slot) for slot in here.slots):
             return False
-        alive = alive or not _is_dead(view, job, element, name)
+        alive = alive or not is_dead(view, job, element, name)
     return alive
 
 
@@ -130,7 +130,7 @@ def _goes_on(job: JobState, slot: int) -> bool:
     return (slot in job.members or slot in job.joining) and not out
 
 
-def _is_dead(view: View, job: JobState, element: int, agent: str) -> bool:
+def is_dead(view: View, job: JobState, element: int, agent: str) -> bool:
     """Whether the agent cannot vote any more, according to itself, its node or Slurm."""
     record = job.agents.get(element)
     if record is None:

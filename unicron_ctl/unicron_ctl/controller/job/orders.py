@@ -14,8 +14,8 @@ from unicron_ctl.controller.model.job_state import Ending, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.live import look_again
 from unicron_ctl.shared.consensus.proposals import elements_of, proposers_of
+from unicron_ctl.shared.consensus.restart_lease import tried_by
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
-from unicron_ctl.shared.protocol.ranges import MOST_DOORS
 from unicron_ctl.shared.protocol.reach import door_at
 from unicron_ctl.shared.slurm.states import WORKS
 from unicron_transition.generations.layout import heads_of
@@ -119,12 +119,7 @@ class StandingOrders:
 
     def _doors(self, element: int, live: Mapping[int, AgentView]) -> list[str]:
         """Doors at which a plain world's agent checks that the others are there: all, or in a large world a part."""
-        if element not in self._elements:
-            return []
-        at = self._elements.index(element)
-        others = self._elements[at + 1 :] + self._elements[:at]
-        step = max(1, -(-len(others) // MOST_DOORS))
-        doors = (self._door(other, live.get(other)) for other in others[::step])
+        doors = (self._door(other, live.get(other)) for other in tried_by(element, self._elements))
         return [door for door in doors if door]
 
     def _door(self, element: int, agent: AgentView | None) -> str:
@@ -219,7 +214,12 @@ def _release_order(job: JobView, agent: AgentView) -> wire.Release | None:
 
 
 def _must_break(job: JobState, agent: AgentView, orders: StandingOrders) -> bool:
-    if not job.broken or (job.replica == 1 and agent.broken >= job.broken):
+    if not job.broken:
+        return False
+    if agent.status.world and job.phase in (Phase.BREAKING, Phase.FORMING) and agent.status.left < job.broken:
+        if job.world.get(agent.element) == agent.agent:
+            return True  # its door keeps others in a world that is over, also after its own ranks have ended
+    if job.replica == 1 and agent.broken >= job.broken:
         return False
     breaking = job.phase is Phase.BREAKING
     for slot, status in agent.ranks.items():

@@ -222,9 +222,9 @@ def enter_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
     plan = state.offer or state.plan
     assert plan is not None
     left = sorted(set(state.members) - set(plan.members)) if state.offer else []
-    out.record(
-        state, records.GenerationEntered(members=plan.members, left=left, reason=trigger.reason), plan.generation
-    )
+    unfenced = [one.element for one in job.alive() if one.element in state.world and not one.status.fenced]
+    record = records.GenerationEntered(members=plan.members, left=left, unfenced=unfenced, reason=trigger.reason)
+    out.record(state, record, plan.generation)
     return out
 
 

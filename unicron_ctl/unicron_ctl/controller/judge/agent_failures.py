@@ -34,7 +34,7 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
     out, state, element = Outcome(hurry=True), job.state, finding.element
     agent = state.agents.get(element)
     # Also of a node without which the job goes on already: it may not have stopped.
-    lives = "" if finding.dead else fencing.fell_silent(view, job, element)
+    lives = _may_live_on(view, job, element, finding.dead)
     if agent is None or _quiet(view, job, agent, element, out):
         return out
     verdict = view.classifier.cause("lost_connection", finding.evidence)
@@ -50,7 +50,17 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
     out.record(state, _node_lost(view, agent.node, element, lost))
     text = drains.drain_reason(drains.LOST_NODE, f"lost heartbeat of {state.label(element)}")
     isolation.take_out(view, state, element, agent.node, records.THIS_FAILURE, text, out)
+    if lives:
+        isolation.power_off(view, state, element, agent.node, records.THIS_FAILURE, out)
     return out
+
+
+def _may_live_on(view: View, job: JobView, element: int, dead: bool) -> str:
+    """Say how long a new world waits for the element's processes; nothing if they are dead."""
+    if not dead:
+        return fencing.fell_silent(view, job, element)
+    fencing.has_ended(job, element)
+    return ""
 
 
 def _node_lost(view: View, node: str, element: int, why: str) -> records.NodeLost:
@@ -64,7 +74,7 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
     out, state, element = Outcome(hurry=True), job.state, finding.element
     agent = state.agents.get(element)
     # Also of a node without which the job goes on already: it may not have stopped.
-    lives = "" if finding.dead or finding.by == PORT_CLOSED else fencing.fell_silent(view, job, element)
+    lives = _may_live_on(view, job, element, finding.dead or finding.by == PORT_CLOSED)
     if agent is None or _quiet(view, job, agent, element, out, ended_with_block(state, element)):
         return out
     if state.noticed.get(element) == agent.agent:

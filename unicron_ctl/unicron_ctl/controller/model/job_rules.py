@@ -211,6 +211,9 @@ def on_plan(job: JobState, event: Event, record: records.PlanMade) -> None:
     job.generation = max(job.generation, record.plan.generation)
     job.members, job.order = _identities(record.crews), list(record.plan.members)
     job.joining, job.lost, job.condemned, job.offer, job.regroup = {}, {}, {}, None, ""
+    if job.mode.fenced:
+        job.world = dict(job.agents_of(job.members))
+        job.unfenced = list(job.world)
     for failure in job.failures:
         if failure.broken_at is not None and failure.resumed_at is None:
             failure.planned_at = event.time
@@ -286,7 +289,7 @@ def on_entered(job: JobState, event: Event, record: records.GenerationEntered) -
         _date_restored(job, event, set(job.members))
     _date_whole(job, event)
     job.condemned = {slot: why for slot, why in job.condemned.items() if slot in job.members}
-    job.tries, job.former, job.saving_until = 0, [], 0.0
+    job.tries, job.former, job.saving_until, job.unfenced = 0, [], 0.0, list(record.unfenced)
     for failure in job.failures:
         if failure.planned_at is not None and failure.resumed_at is None:
             failure.resumed_at = event.time

@@ -233,6 +233,10 @@ class JobState(_Memberships):
     joining: dict[int, Identity] = field(default_factory=dict)
     former: list[dict[int, str]] = field(default_factory=list)
     """Agents by element, of generations in which some may still be, because not all have entered a later plan."""
+    world: dict[int, str] = field(default_factory=dict)
+    """Restart mode: the agents of the last plan's members, by element, also after it is over."""
+    unfenced: list[int] = field(default_factory=list)
+    """Restart mode: its elements whose processes nothing ends if they are cut off; all until it is entered."""
     broken: int = 0
     why: str = ""
     lost: dict[int, Identity] = field(default_factory=dict)

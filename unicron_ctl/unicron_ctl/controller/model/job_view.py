@@ -47,6 +47,12 @@ class JobView:
     """Elements in which a process has to be ended or started."""
     fences: dict[str, Fence] = field(default_factory=dict)
     """Restart mode: agents that fell silent, whose processes may live (`sense.fencing`)."""
+    shut: dict[str, float] = field(default_factory=dict)
+    """Restart mode: agents whose doors are shut for the world that is over, until these were seen to be so."""
+    shut_for: int = 0
+    """The newest Break that `shut` is about."""
+    ended: set[str] = field(default_factory=set)
+    """Restart mode: agents that were proven to have ended with their processes."""
     fences_known: bool = False
     """Such agents of the previous controller are in `fences`."""
     stalled: float = 0.0

@@ -63,8 +63,6 @@ class Fence:
     element: int
     heard: float
     """When the agent was last heard."""
-    nodes: int
-    """Nodes of its world."""
     fenced: bool
     """Its processes end by themselves if the agent is cut off."""
     lease: float = 0.0

@@ -9,7 +9,8 @@ from unicron_ctl.shared.slurm.squeue import names_of
 
 OURS = "unicron"  # the beginning of comments that this tool wrote
 RELEASE_COMMENT = f"{OURS}: released"
-ON_NODES = ("down", "drain", "resume")  # actions that change a node
+POWER_OFF = "power_off"  # by the site's program, not by Slurm
+ON_NODES = ("down", "drain", "resume", POWER_OFF)  # actions that change a node
 # actions that change an element
 OF_ELEMENTS = tuple("requeue requeue_hold hold release pin start_now cancel shrink comment".split())
 
@@ -27,7 +28,7 @@ class Action:
     """The names of the nodes, with commas; of a shrink, those that leave; empty for a pin that is taken back."""
     reason: str
     text: str = ""
-    """The comment or node reason for Slurm; of a shrink, the nodes that stay."""
+    """The comment or node reason for Slurm; of a shrink, the nodes that stay; of `power_off`, the program."""
 
     @property
     def label(self) -> str:
@@ -35,6 +36,8 @@ class Action:
         what = self.node if self.action in ON_NODES else f"{self.job}_{self.element}"
         if self.action == "pin" and not self.node:
             return f"unpin {what}"
+        if self.action == POWER_OFF:
+            return f"power off {what}"
         word = {"pin": f" to {self.node}", "shrink": f" by {self.node}"}.get(self.action, "")
         return f"{self.action} {what}{word}"
 

@@ -20,7 +20,7 @@ from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.cluster_state import Mark
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.model.node_state import NodeState
-from unicron_ctl.controller.model.requests import Action, Run
+from unicron_ctl.controller.model.requests import POWER_OFF, Action, Run
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import bounds, readmission
 from unicron_ctl.shared.log import records
@@ -169,6 +169,22 @@ def take_out(view: View, job: JobState, element: int, node: str, failure: int, t
     out.record(job, records.FailureAction(failure=failure, text=done))
     out.record(job, records.NodeIsolated(node=node, reason=f"{node} is taken out of service: {text}"))
     out.requests.append(Run((action,), urgent=True))
+
+
+def power_off(view: View, job: JobState, element: int, node: str, failure: int, out: Outcome) -> None:
+    """Request that the site's program switch a silent node off, if there is one, so that no new world has to wait for
+    its processes. Not if other jobs run there, which would end with it."""
+    info, program = view.shown_node(job, element), view.config.power_off
+    if not program or info is None or info.asleep or view.suspicions.doubt or view.suspicions.unsure:
+        return
+    action = Action(POWER_OFF, job.job, job.block_of(element), node, "its processes may live on", program)
+    others = _others(view, node, (job.job, element))
+    why = f"other jobs run there ({', '.join(others[:8])})" if others else ""
+    why = why or permission.withheld(view, action, out) or _too_many(view, node, "DOWN", out)
+    text = f"{node} is not powered off: {why}" if why else f"power off {node}"
+    out.record(job, records.FailureAction(failure=failure, text=text))
+    if not why:
+        out.requests.append(Run((action,), urgent=True))
 
 
 def _needs_no_taking(view: View, job: JobState, element: int, node: str, shared: str) -> str:

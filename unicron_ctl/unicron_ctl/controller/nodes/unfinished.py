@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.cluster_state import Intent
 from unicron_ctl.controller.model.node_state import OUT
-from unicron_ctl.controller.model.requests import ON_NODES, Action
+from unicron_ctl.controller.model.requests import ON_NODES, POWER_OFF, Action
 from unicron_ctl.controller.model.view import Listing, Outcome, View
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.slurm.admin_comment import is_shown
@@ -70,7 +70,7 @@ def settle_unfinished(view: View, listing: Listing, under_way: Collection[Key], 
         action, job, element, node = key
         if key in under_way or listing.asked_at <= intent.at or action in OUT:
             continue
-        then = _node(view, node) if action in ON_NODES else _element(listing, key, intent)
+        then = _node(view, action, node) if action in ON_NODES else _element(listing, key, intent)
         if then is Then.AGAIN:
             why = "it was not done when the controller was started again"
             again = Action(action, job, element, node, why, intent.reason)
@@ -84,8 +84,10 @@ def settle_unfinished(view: View, listing: Listing, under_way: Collection[Key], 
     return found
 
 
-def _node(view: View, name: str) -> Then:
-    """The only other action on a node gives it back."""
+def _node(view: View, action: str, name: str) -> Then:
+    """The other actions on a node give it back, or switch it off; nobody knows whether the latter was done."""
+    if action == POWER_OFF:
+        return Then.UNDONE
     node = view.slurm.node(name)
     return Then.DONE if node is not None and node.healthy else Then.UNDONE
 

@@ -13,11 +13,12 @@ from unicron_ctl.controller.model import permission
 from unicron_ctl.controller.model.cluster_state import GIVES_BACK
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.model.node_state import OUT
-from unicron_ctl.controller.model.requests import Action, Poll, Run
+from unicron_ctl.controller.model.requests import POWER_OFF, Action, Poll, Run
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import bounds, isolation, readmission
 from unicron_ctl.controller.plan.job_comments import Comments
 from unicron_ctl.controller.plan.planning import Aheads
+from unicron_ctl.controller.sense import fencing
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.system.throttle import Throttle
 
@@ -162,9 +163,9 @@ def on_outcome(view: View, retries: Retries, gate: readmission.Gate, action: Act
     generation = job.generation if job else 0
     retries.note_outcome(action, error)
     if error:
-        failed = records.SlurmFailed(
-            action=action.action, element=action.element, node=action.node, reason=f"{action.label}: {error}"
-        )
+        then = "; the lease of its processes is waited for" if action.action == POWER_OFF else ""
+        reason = f"{action.label}: {error}{then}"
+        failed = records.SlurmFailed(action=action.action, element=action.element, node=action.node, reason=reason)
         out.records.append((action.job, generation, failed))
         if action.action in OUT:
             out.merge([isolation.note_refusal(view, action, error)])
@@ -179,6 +180,9 @@ def on_outcome(view: View, retries: Retries, gate: readmission.Gate, action: Act
         action=action.action, node=action.node, element=action.element, reason=action.text or action.label
     )
     out.records.append((action.job, generation, done))
+    if action.action == POWER_OFF:
+        fencing.powered_off(view, action.node, out)
+        out.hurry = True
     return out
 
 

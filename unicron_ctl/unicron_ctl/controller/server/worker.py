@@ -19,8 +19,9 @@ from functools import partial
 from typing import Any
 
 from unicron_ctl.controller.core.core import Core
-from unicron_ctl.controller.model.requests import Action, Knock, Poll, Probe, Run
+from unicron_ctl.controller.model.requests import POWER_OFF, Action, Knock, Poll, Probe, Run
 from unicron_ctl.controller.server.fair_queue import FairQueue
+from unicron_ctl.controller.server.switching_off import switch_off
 from unicron_ctl.shared.log.term import Tenure
 from unicron_ctl.shared.protocol.reach import reach
 from unicron_ctl.shared.slurm import drains
@@ -46,6 +47,7 @@ Target = tuple[str, int]
 Lane = queue.SimpleQueue[Callable[[], None] | None]  # None ends its thread
 log = logging.getLogger("unicron.controller")
 WORKERS, VERIFIERS = 64, 4  # probes mostly wait, and a whole rack may fall silent at once
+SWITCHES = 16  # programs that switch nodes off at a time
 AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS = 4096, 1024, 512  # credentials that may wait to be verified
 OURSELVES = "controller", "", ""  # the queue path of the controller's own credential
 SETTINGS_SECONDS = 60.0  # between two reads of Slurm's PrivateData and topology
@@ -162,6 +164,7 @@ class Worker:
         self.verified: Mailbox[Result] = Mailbox()  # the same for credentials, of which strangers can send many
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="unicron-probe")
         self._verifiers = ThreadPoolExecutor(VERIFIERS, thread_name_prefix="unicron-credential")
+        self._switches = ThreadPoolExecutor(SWITCHES, thread_name_prefix="unicron-power-off")
         self._credentials: FairQueue[Callable[[], None]] = FairQueue(AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS)
         self._turns = threading.Lock()
         self._changed, self._changing = threading.Condition(), 0  # number of changes of Slurm under way
@@ -178,6 +181,8 @@ class Worker:
             self.call(partial(reach, request.address, self._probe_timeout), partial(core.on_knock, request))
         elif isinstance(request, Poll):
             self._lanes[False].put(partial(self._poll, request, core))
+        elif any(action.action == POWER_OFF for action in request.actions):  # neither lane waits for the site's program
+            self._switches.submit(self._switch_off, request, core)
         else:
             self._lanes[request.urgent].put(partial(self._run, request, self._order.book(request), core))
 
@@ -205,7 +210,7 @@ class Worker:
         """Lets running calls end, and starts no more."""
         for lane in self._lanes:
             lane.put(None)
-        for pool in (self._pool, self._verifiers):
+        for pool in (self._pool, self._verifiers, self._switches):
             pool.shutdown(wait=False, cancel_futures=True)
         self.results.close()
         self.verified.close()
@@ -259,6 +264,12 @@ class Worker:
             self.results.put(partial(core.on_action, action, error))
         self.results.put(partial(core.on_actions_done, request.urgent))
 
+    def _switch_off(self, request: Run, core: Core) -> None:
+        for action in request.actions:
+            error, _ = self._act(action)
+            self.results.put(partial(core.on_action, action, error))
+        self.results.put(partial(core.on_actions_done, request.urgent))
+
     def _act(self, action: Action) -> tuple[str, bool]:
         """Carries out one action. Returns the reason of a failure, and whether Slurm gave no answer."""
         assert self._client is not None
@@ -304,6 +315,8 @@ def perform(client: SlurmClient, action: Action) -> None:
             client.down(action.node, action.text)
         case "drain":
             log.info(drains.drain_node(client, action.node, action.text))
+        case "power_off":
+            switch_off(action.text, action.node)
         case "resume":
             client.resume(action.node)
         case "requeue":

@@ -8,6 +8,8 @@ apart and for processes that are slow to end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from unicron_ctl.shared.protocol.ranges import MOST_DOORS
 from unicron_ctl.shared.settings.limits import FENCES
 
@@ -71,18 +73,32 @@ class Lease:
         return min(self._until, self._all_at + max(PART_SECONDS, self.seconds))
 
 
-def gone_at(heard: float, broken: float, lease: float, silent: int, others: int) -> float:
-    """Return when the processes of `silent` agents are gone, in a world with `others` more agents.
+def tried_by(element: int, elements: Sequence[int]) -> list[int]:
+    """Return the elements of a world whose doors this one tries: all others, or in a large world a part."""
+    if element not in elements:
+        return []
+    at = elements.index(element)
+    others = [*elements[at + 1 :], *elements[:at]]
+    return others[:: max(1, -(-len(others) // MOST_DOORS))]
 
-    heard: the last message of one of them. broken: when the others had left the world, and with it closed their doors.
-    lease: as these agents named it; 0.0 for those of release 0.2, which named none.
+
+def gone_at(heard: float, lease: float, shut: Sequence[float]) -> float:
+    """Return when the processes of an agent are gone at the latest; infinity while nothing limits their lease.
+
+    heard: its last message. lease: as it named it. shut: for each door that it tries, when that was shut for good at
+    the latest; infinity for one that may be open.
     """
-    minority = silent <= others and silent + others <= MOST_DOORS
-    if not lease:
-        return heard + (OLD_SECONDS if minority else OLD_PART_SECONDS)
-    if not minority:
-        return max(heard, broken) + on_another_clock(max(PART_SECONDS, lease))
-    return max(heard + on_another_clock(lease), broken + on_another_clock(lease * DOORS_SHARE))
+    if not shut:
+        return float("inf")
+    times = sorted(shut)
+    few, first = times[len(times) // 2], times[0]  # from then on not more than half is open, and not all
+    renewed = max(heard + on_another_clock(lease), few + on_another_clock(lease * DOORS_SHARE))
+    return min(renewed, max(heard, first) + on_another_clock(max(PART_SECONDS, lease)))
+
+
+def old_gone_at(heard: float, silent: int, others: int) -> float:
+    """Return the same for an agent of release 0.2, which names no lease: silent ones are the lesser part, or not."""
+    return heard + (OLD_SECONDS if silent <= others and silent + others <= MOST_DOORS else OLD_PART_SECONDS)
 
 
 def on_another_clock(seconds: float) -> float:

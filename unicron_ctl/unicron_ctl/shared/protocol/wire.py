@@ -126,6 +126,7 @@ class Status(Message, tag="status"):
     lease: ranges.Seconds = 0.0  # so many seconds after the last status that the controller has answered
     begins: ranges.Count = 0  # the generation of the world that it begins once the controller has answered this status
     world: ranges.Port = 0  # the port that is open while this node is in its world, and refuses for ever after
+    left: ranges.Count = 0  # the newest Break that it has heard: its port for worlds up to this one refuses
     ranks: Annotated[dict[ranges.Slot, RankStatus], Meta(max_length=ranges.MOST_RANKS)] = {}
     # slot -> why its rank did not start warm
     cold: Annotated[dict[ranges.Slot, ranges.Text], Meta(max_length=ranges.MOST_RANKS)] = {}

@@ -17,6 +17,7 @@ from unicron_ctl.shared.settings import limits, partitions
 from unicron_ctl.shared.settings.limits import DAY, FENCES, HEARTBEATS, Range
 from unicron_ctl.shared.settings.notify import NotifyConfig, wrong_targets
 from unicron_ctl.shared.settings.partitions import PartitionConfig, Rules
+from unicron_ctl.shared.settings.power_off import power_off_problem
 from unicron_ctl.shared.system.addresses import canonical, is_loopback, is_numeric, split, split_addresses
 from unicron_detector.failures.classify import Classifier, default_classifier
 from unicron_detector.health.checks import CHECKS, HealthConfig
@@ -80,6 +81,9 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     fence_seconds: Annotated[float, FENCES] = 5.0
     """Restart mode: without an answer from the controller, and for half as long from most of the other nodes, processes
     end. A new world waits for that, and a little longer, unless a silent node is shown dead."""
+    power_off: str = ""
+    """A program that switches a lost node of a job in restart mode off, with %n for its name: "/usr/local/sbin/off %n".
+    If it ends with 0 the node counts as dead, and no lease is waited for; it has 30 s. By default there is none."""
     restart_grace: Seconds = 5.0
     """For agents to come back after the controller was restarted."""
     repeat_seconds: Seconds = 0.5
@@ -383,4 +387,5 @@ _PROBLEMS: dict[str, Callable[[Any], str]] = {
     "address": address_problem,
     "metrics": metrics_problem,
     "web_url": web_url_problem,
+    "power_off": power_off_problem,
 }

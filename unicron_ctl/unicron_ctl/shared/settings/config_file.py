@@ -23,6 +23,7 @@ from unicron_ctl.shared.settings.config import (
 )
 from unicron_ctl.shared.settings.notify import NoticeKind, NotifyConfig, notify_problems
 from unicron_ctl.shared.settings.partitions import DEFAULT, PERMISSIONS, Mode, PartitionConfig
+from unicron_ctl.shared.settings.power_off import power_off_unfit
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_detector.failures.classify import default_classifier
 from unicron_detector.failures.severity import SeverityTableError
@@ -65,7 +66,8 @@ def examine(
     config, problems = _read(path, environment)
     config.controller.listen = listen or config.controller.listen
     ours = loopback_problems(config.controller) + notify_problems(config.notify)
-    return config, problems + all_problems(config, environment) + ours
+    unfit = [f"[controller] {why}" for why in [power_off_unfit(config.controller.power_off)] if why]
+    return config, problems + all_problems(config, environment) + unfit + ours
 
 
 def without_notify(problems: Sequence[str]) -> list[str]:

@@ -15,13 +15,14 @@ import msgspec
 OFF, OBSERVE, ACT = "off", "observe", "act"
 DEFAULT = "default"  # the table for all partitions without one
 Mode = Literal["off", "observe", "act"]
-Permission = Literal["drain", "down", "requeue", "hold", "pin", "move", "cancel", "comment"]
+Permission = Literal["drain", "down", "power_off", "requeue", "hold", "pin", "move", "cancel", "comment"]
 PERMISSIONS: tuple[str, ...] = get_args(Permission)
 # Calls of a SlurmClient, and the permissions of which each needs one. Taking a node includes giving it back, and a hold
 # includes its release.
 PERMISSION_OF: dict[str, tuple[str, ...]] = {
     "drain": ("drain",),
     "down": ("down",),
+    "power_off": ("power_off",),
     "resume": ("drain", "down"),
     "requeue": ("requeue",),
     "requeue_hold": ("move",),

@@ -11,7 +11,9 @@ import pytest
 from unicron_ctl.agent.connections.job_environment import read_place
 from unicron_ctl.agent.loop.agent import Agent
 from unicron_ctl.agent.loop.plain_ranks import RestartAgent
+from unicron_ctl.agent.ranks.fence import CUT_OFF
 from unicron_ctl.shared.protocol import structs, wire
+from unicron_ctl.shared.protocol.reach import Reach, reach
 
 
 @pytest.fixture(params=[Agent, RestartAgent])
@@ -41,3 +43,29 @@ def test_an_order_reaches_its_part(agent: Agent) -> None:
     assert (agent._ending.notice_seconds, agent._ending.summary) == (7.5, "healed")
     agent._on_controller(wire.encode(wire.End(code=3, reason="stop")))
     assert agent.exit_code == 3
+
+
+def test_whoever_hears_the_break_shuts_the_door_that_the_plan_may_have_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defect: an agent that the plan had not reached kept its port open, and others with the plan their processes."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    place = read_place({"SLURM_JOB_ID": "7", "UNICRON_NODE_ADDRESS": "127.0.0.1"}).in_mode(structs.RESTART, "")
+    agent = RestartAgent(place, ["true"], "tcp://127.0.0.1:1")
+    try:
+        ports = [agent._fence.door.port]
+        for generation in (3, 3, 2, 4):
+            agent._on_controller(wire.encode(wire.Break(generation=generation, lost=[], reason="")))
+            ports.append(agent._fence.door.port)
+        at = [reach(f"127.0.0.1:{port}", 1.0) for port in dict.fromkeys(ports)]
+        assert len({*ports[1:4]}) == 1 and at == [Reach.REFUSED, Reach.REFUSED, Reach.REACHED]
+        assert agent._reports.left == agent._left == 4
+        ranks = list(agent.ranks.values())
+        for code, ended, said in ((-9, CUT_OFF, CUT_OFF), (1, CUT_OFF, "own"), (-9, "", "own")):
+            ranks[0].status.exit = structs.Exit(code=code, at=1.0, lived=1.0, last_line="own")
+            agent._fence._ended = ended
+            agent._explain(ranks[0])
+            assert ranks[0].status.exit.last_line == said, "a kill by the lease is the network's doing"
+    finally:
+        agent.close()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.support.plain_agent import PlainAgent
-from tests.support.scenarios import allocation_row, plain, power_off, ready
+from tests.support.scenarios import allocation_row, asked, plain, power_off, ready, trained
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.agent.loop.agent import SIGTERM_SECONDS
 from unicron_ctl.agent.loop.plain_ranks import OWN_END_SECONDS, YOUNG_SECONDS, own_end_seconds
+from unicron_ctl.agent.ranks.fence import CUT_OFF, NO_WATCHDOG
 from unicron_ctl.controller.api.answers import answer
 from unicron_ctl.controller.api.node_answers import visible_nodes
 from unicron_ctl.controller.job import injection, modes
@@ -19,10 +22,12 @@ from unicron_ctl.shared.protocol import shared_plans, wire
 from unicron_ctl.shared.protocol.ranges import LAUNCHES
 from unicron_ctl.shared.protocol.structs import RankStep
 from unicron_ctl.shared.settings.config import ControllerConfig
+from unicron_ctl.shared.settings.partitions import PartitionConfig
 
 RESET = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:554] Connection closed by peer [10.0.0.2]"
 
 
+ACTS = {"default": PartitionConfig(mode="act")}
 FENCED = on_another_clock(PlainAgent.lease)  # for which a new world waits for what fell silent
 
 
@@ -185,12 +190,138 @@ def test_the_doors_of_a_world_are_those_that_its_agents_have_opened_for_it():
     assert [agent.held[min(agent.held)].doors[0].count("4001") for agent in agents] == [0, 0], "before, of the agents"
 
 
-def test_processes_that_nothing_ends_are_waited_for_as_long_as_silence_is():
-    world = fell_silent(fenced=False)
-    world.run(world.config.state_wait_seconds - 10)
+def test_an_agent_whose_ranks_have_ended_hears_of_the_break_too():
+    """Its door must not keep the processes of others."""
+    world, agents = plain(seconds=0.3)
+    agents[1].obedient = False
+    agents[1].die(1)
+    world.run(5.0)
+    assert agents[1].ranks[1].state == "exited"
+    broken = world.job().broken
+    assert broken and [m.generation for m in agents[1].heard if isinstance(m, wire.Break)][:1] == [broken]
+    agents[1].left = broken
+    agents[1].heard.clear()
+    agents[1].status()
+    world.run(3.0)
+    assert not [m for m in agents[1].heard if isinstance(m, wire.Break)], "it has obeyed"
+
+
+class PartlyFenced(PlainAgent):
+    """Nothing ends the processes of the fourth node."""
+
+    def __init__(self, *given: Any, **more: Any):
+        super().__init__(*given, **more)
+        self.fenced = self.element != 3
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_processes_that_nothing_ends_are_waited_for_as_long_as_silence_is(restarted):
+    """Another controller, which has never heard the agent, has it in the log."""
+    world, agents = trained(4, kind=PartlyFenced, seconds=0.3)
+    world.run(100)
+    agents[3].silent = True
+    world.run(10)
+    if restarted:
+        world.restart()
+    world.run(world.config.state_wait_seconds - 20)
     assert world.job().phase == "forming" and len(plans(world)) == 1
     world.run(30)
     assert sorted(world.job().members) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("words", [CUT_OFF, NO_WATCHDOG, ""])
+def test_a_job_does_not_end_because_its_network_is_away_again_and_again(words):
+    """Defect: processes that their lease had ended counted as dead by an error of the program."""
+    world, agents = plain(3, seconds=0.3)
+    for agent in (agents[0], agents[1], agents[0], agents[1], agents[0]):
+        world.run(20)
+        agent.die(agent.slots[0], code=-9, lived=15.0, last_line=words)
+        world.run(5)
+    assert bool(world.job().over) == (not words)
+
+
+def _say(world: World, states: set[str], reason: str) -> None:
+    world.slurm.node_states["n3"], world.slurm.reasons["n3"] = states, reason
+
+
+def _end_element(world: World) -> None:
+    """Its slurmd answers: it has ended the element, which waits again."""
+    _say(world, {"IDLE"}, "")
+    world.slurm.queue["1", 2].update(state="PENDING", node=None, reason="JobHeldUser")
+
+
+@pytest.mark.parametrize(
+    ("says", "proof"),
+    [
+        (lambda world: _say(world, {"DOWN"}, "the PDU is off"), True),
+        (lambda world: _say(world, {"IDLE", "POWERED_DOWN"}, ""), True),
+        (_end_element, True),
+        (lambda world: _say(world, {"DOWN", "NOT_RESPONDING"}, "Not responding"), False),
+        (lambda world: _say(world, {"DOWN"}, "unicron[node_problem]: lost heartbeat of 1_2"), False),
+        (lambda world: _say(world, {"IDLE", "POWERING_DOWN"}, ""), False),
+    ],
+    ids=["admin", "powered down", "ended", "not responding", "ours", "on the way"],
+)
+def test_what_slurm_says_of_a_silent_node_ends_the_wait_if_it_is_a_proof(says, proof):
+    world, _ = trained(3, 0, kind=PlainAgent)
+    world.run(30)
+    power_off(world, "n3")
+    world.run(8.0)
+    assert world.job().phase == "forming"
+    says(world)
+    world.run(6.0)
+    assert (sorted(world.job().members) == [0, 1]) == proof
+
+
+def lost_with(program: str, **changes) -> World:
+    """A world of three on Slurm has lost its last node, which the site's program switches off."""
+    world, _ = trained(3, 0, kind=PlainAgent, config={"power_off": program, "partitions": ACTS} | changes)
+    world.run(30)
+    power_off(world, "n3")
+    world.run(8.0)
+    return world
+
+
+def told(world: World) -> str:
+    return "\n".join(str(event.record) for event in world.log)
+
+
+def test_a_node_that_the_sites_program_has_switched_off_is_not_waited_for():
+    """It is dead for ever, also for a controller that is started again."""
+    world = lost_with("/bin/true %n")
+    assert sorted(world.job().members) == [0, 1] and world.job().phase == "running"
+    assert asked(world.slurm, "power_off") == ["n3"] and world.job().agents[2].gone == "dead"
+    assert "n3 is powered off: its processes are dead" in told(world)
+    world.restart()
+    assert world.job().agents[2].gone == "dead"
+
+
+def test_a_node_that_the_program_could_not_switch_off_is_waited_for_and_the_log_says_so():
+    world = lost_with("/bin/false %n")
+    assert world.job().phase == "forming"
+    text = "power off n3: the program of power_off ended with status 1; the lease of its processes is waited for"
+    assert text in told(world)
+    world.run(FENCED)
+    assert sorted(world.job().members) == [0, 1]
+    assert asked(world.slurm, "power_off") == ["n3"], "once"
+
+
+def test_no_node_is_switched_off_without_permission():
+    world = lost_with("/bin/true %n", partitions={"default": PartitionConfig(mode="act", actions=["down"])})
+    assert world.job().phase == "forming" and not asked(world.slurm, "power_off")
+    assert "would power off n3" in told(world)
+
+
+def test_no_node_is_switched_off_under_other_jobs():
+    rules = {"default": PartitionConfig(mode="act", actions=["drain", "down", "power_off"])}
+    world, _ = trained(3, 0, kind=PlainAgent, config={"power_off": "/bin/true %n", "partitions": rules})
+    world.run(30)
+    world.slurm.queue["2", 0] = world.slurm.queue["1", 2] | {}
+    world.run(5)
+    power_off(world, "n3")
+    world.run(8.0)
+    assert world.job().phase == "forming" and not asked(world.slurm, "power_off")
+    assert "n3 is not powered off: other jobs run there" in told(world)
 
 
 def test_who_comes_back_and_has_stopped_is_waited_for_no_longer():

@@ -18,7 +18,9 @@ from unicron_ctl.shared.consensus.restart_lease import (
     PART_SECONDS,
     Lease,
     gone_at,
+    old_gone_at,
     on_another_clock,
+    tried_by,
 )
 from unicron_ctl.shared.protocol.ranges import MOST_DOORS
 
@@ -102,37 +104,42 @@ def test_more_than_half_are_needed(others: int, armed: bool):
 
 
 def test_how_long_the_controller_waits():
-    def wait(silent: int, others: int, broken: float = 0.0, lease: float = FENCE_SECONDS) -> float:
-        return gone_at(0.0, broken, lease, silent, others)
+    """It waits until not more than half of the doors that the agent tries can be open, itself included."""
+    never, least, most = math.inf, on_another_clock(FENCE_SECONDS), on_another_clock(PART_SECONDS)
 
-    assert [wait(silent, 4) for silent in (1, 4, 5)] == [on_another_clock(FENCE_SECONDS)] * 2 + [
-        on_another_clock(PART_SECONDS)
-    ]
-    assert wait(1, MOST_DOORS - 1) == on_another_clock(FENCE_SECONDS) and wait(1, MOST_DOORS) == on_another_clock(
-        PART_SECONDS
-    )
-    assert wait(1, 2, broken=8.0) == 8.0 + on_another_clock(DOORS), "the others' doors were open until then"
-    assert wait(1, 2, lease=0.0) == OLD_SECONDS and wait(2, 1, lease=0.0) == OLD_PART_SECONDS
-    assert wait(1, 2, lease=60.0) == on_another_clock(60.0), "as the agent named it"
+    def wait(*shut: float, lease: float = FENCE_SECONDS) -> float:
+        return gone_at(0.0, lease, shut)
+
+    assert wait(0.0, 0.0, 0.0, never) == least and wait(0.0, 0.0, never, never) == most
+    assert wait(0.0) == wait(0.0, 0.0) == wait(0.0, 0.0, never) == least and wait(0.0, never) == most
+    assert wait(never, never) == wait() == never, "who reaches all others goes on, so nothing but a proof ends the wait"
+    assert wait(8.0, 8.0) == 8.0 + on_another_clock(DOORS), "the others' doors were open until then"
+    assert wait(8.0, never) == 8.0 + most and wait(0.0, 0.0, lease=60.0) == on_another_clock(60.0)
+    assert [old_gone_at(0.0, *parts) for parts in ((1, 2), (2, 1))] == [OLD_SECONDS, OLD_PART_SECONDS]
+
+
+def test_in_a_large_world_each_agent_tries_a_part_of_the_doors():
+    assert tried_by(2, [0, 2, 5]) == [5, 0] and tried_by(1, [0, 2]) == [] and tried_by(0, [0]) == []
+    world = range(2 * MOST_DOORS + 1)
+    assert tried_by(0, world[: MOST_DOORS + 1]) == list(world[1 : MOST_DOORS + 1])
+    assert tried_by(7, world) == [(8 + 2 * at) % len(world) for at in range(MOST_DOORS)]
 
 
 @given(st.data())
 def test_whatever_is_cut_the_processes_of_one_side_end_before_the_other_begins(data):
-    """The far side's clock is fast or slow; answers come late; the near side's doors close when its agents hear of the
-    Break; each agent of the far side reaches others as the network lets it."""
-    nodes = data.draw(st.integers(2, MOST_DOORS))
-    far = data.draw(st.integers(1, nodes - 1))
+    """The agent's clock is fast or slow; answers come late; the others' doors close when these hear of the Break, or
+    never; the agent reaches them as the network lets it."""
     rate = data.draw(st.floats(1.0 - DRIFT / 2, 1.0 + DRIFT / 2))
-    cut = data.draw(st.floats(0.0, 5.0))  # the controller hears the far side until then
-    broken = cut + data.draw(st.floats(0.0, 20.0))  # the last of the near side has left the world
-    one = lease(nodes - 1)
-    now = 0.0
-    while now < broken + 200.0 and (now < 1.0 or now < one.expires_at * rate):
-        if now <= cut and data.draw(st.booleans()):
+    heard = data.draw(st.floats(0.0, 5.0))  # the controller hears the agent until then
+    times = st.one_of(st.just(math.inf), st.floats(0.0, 25.0))
+    shut = data.draw(st.lists(times, min_size=1, max_size=8).filter(lambda times: min(times) < math.inf))
+    one = lease(len(shut))
+    now, most = 0.0, data.draw(st.sampled_from((len(shut), len(shut) // 2 + 1)))
+    while now < 400.0 and (now < 1.0 or now < one.expires_at * rate):
+        if now <= heard and data.draw(st.booleans()):
             one.on_controller(now / rate)
         if data.draw(st.booleans()):
-            one.on_doors((far if now > broken else nodes) - 1, now / rate)
+            one.on_doors(min(most, sum(now <= at for at in shut)), now / rate)
         now += data.draw(st.floats(0.3, 3.0))
     gone = max(1.0, one.expires_at * rate) + END_SECONDS
-    heard = cut
-    assert gone <= max(gone_at(heard, broken, FENCE_SECONDS, far, nodes - far), 1.0 + END_SECONDS) + 1e-6
+    assert gone <= max(gone_at(heard, FENCE_SECONDS, shut), 1.0 + END_SECONDS) + 1e-6

@@ -106,6 +106,7 @@ class LastCopy(Record, frozen=True, tag="last_copy"):
 class GenerationEntered(Record, frozen=True, tag="entered"):
     members: list[int]
     left: list[int] = []  # members of the generation before that left at the boundary
+    unfenced: list[int] = []  # restart mode: elements whose processes nothing ends if they are cut off
 
 
 class Reform(Record, frozen=True, tag="reform"):

@@ -1,0 +1,86 @@
+"""The site's program that switches a node off: real programs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import wait_for
+from unicron_ctl.controller.server.switching_off import switch_off
+from unicron_ctl.shared.settings.config import ControllerConfig, problems
+from unicron_ctl.shared.settings.power_off import command_of, power_off_unfit
+from unicron_ctl.shared.slurm.slurm_client import SlurmError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o755)
+    return tmp_path
+
+
+def program(folder: Path, text: str) -> Path:
+    path = folder / "off"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_it_gets_the_name_of_the_node_and_no_shell_reads_it(folder: Path) -> None:
+    off = program(folder, f'echo "$#:$1:$2" > {folder}/said')
+    switch_off(f"{off} -n '%n;$HOME'", "n7")
+    assert (folder / "said").read_text() == "2:-n:n7;$HOME\n"
+    assert command_of("/sbin/off --host=bmc-%n %n", "n7") == ["/sbin/off", "--host=bmc-n7", "n7"]
+
+
+def test_why_it_failed_is_said(folder: Path) -> None:
+    off = program(folder, "echo first >&2; echo 'no answer of the BMC' >&2; exit 3")
+    with pytest.raises(SlurmError, match=r"ended with status 3: .*no answer of the BMC"):
+        switch_off(f"{off} %n", "n7")
+    off.chmod(0o644)
+    with pytest.raises(SlurmError, match="chmod"):
+        switch_off(f"{off} %n", "n7")
+    off.chmod(0o777)
+    with pytest.raises(SlurmError, match="off"):
+        switch_off(f"{off} %n", "n7")
+
+
+def test_one_that_does_not_end_is_killed_with_its_children(folder: Path) -> None:
+    off = program(folder, f"(sleep 5; echo late > {folder}/late) & sleep 600")
+    began = time.monotonic()
+    with pytest.raises(SlurmError, match=r"did not end within 0\.5 s and was killed"):
+        switch_off(f"{off} %n", "n7", 0.5)
+    assert time.monotonic() - began < 4.0
+    time.sleep(5.0)
+    assert not (folder / "late").exists()
+
+
+def test_a_child_in_the_background_delays_nothing(folder: Path) -> None:
+    off = program(folder, f"(sleep 3; echo done > {folder}/later) & exit 0")
+    began = time.monotonic()
+    switch_off(f"{off} %n", "n7")
+    assert time.monotonic() - began < 2.5
+    wait_for(lambda: (folder / "later").exists(), "the child goes on")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("", ""),
+        ("/sbin/off %n", ""),
+        ("off %n", "write the absolute path of a program"),
+        ("  ", "write the absolute path of a program"),
+        ("/sbin/off", "write %n where the program takes the name of the node"),
+        ("/sbin/%n", "write %n where"),
+        ("/sbin/off '%n", "No closing quotation"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(value: str, said: str) -> None:
+    found = problems(ControllerConfig(power_off=value))
+    assert (len(found) == 1 and said in found[0] and "\n" not in found[0]) if said else not found
+
+
+def test_a_program_that_is_missing_is_found_at_the_start(folder: Path) -> None:
+    assert "install it" in power_off_unfit(f"{folder}/none %n")
+    assert power_off_unfit(f"{program(folder, 'true')} %n") == power_off_unfit("") == power_off_unfit("off") == ""
