@@ -17,7 +17,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ import msgpack
 
 from unicron_transition.snapshot.image_format import (
     DIGEST,
+    LEAF,
     SHARD,
     SUFFIX,
     UNTRAINED_KIND,
@@ -33,13 +34,16 @@ from unicron_transition.snapshot.image_format import (
     DataDigest,
     ImagePage,
     Key,
+    digest,
     file_front,
     inventory,
     read_page,
+    reading_threads,
     write_note,
 )
 from unicron_transition.snapshot.model_facts import ModelFacts
-from unicron_transition.snapshot.reading import PlainValues, unpack, values_in
+from unicron_transition.snapshot.reading import PlainValues, open_plain, read_into, unpack, values_in
+from unicron_transition.snapshot.slices import WHOLE, Slice, cut_out, slice_in, state_digest
 
 NOTE = "files.msgpack"  # the note beside the images with the folder of their checkpoints
 ASIDE = "due-"  # the start of the second name of an image
@@ -166,9 +170,9 @@ def destination(memory: Path) -> Destination | None:
         return None
 
 
-def aside_path(memory: Path, slot: int, iteration: int) -> Path:
-    """Return the second name of an image that is set aside."""
-    return memory / f"{ASIDE}{slot}-{iteration}{SUFFIX}"
+def aside_path(memory: Path, slot: int, iteration: int, cut: Slice = WHOLE) -> Path:
+    """Return the second name of an image that is set aside. cut: the slice of its file that its node writes."""
+    return memory / f"{ASIDE}{slot}-{iteration}{cut.text}{SUFFIX}"
 
 
 def set_aside(image: Path, aside: Path, untrained: Path | None = None) -> None:
@@ -202,8 +206,11 @@ class Aside:
 
     @property
     def error(self) -> BaseException | None:
-        """Why it could not be set aside; None if it was, or still could be."""
-        return self._done.exception() if self._done is not None and self._done.done() else None
+        """Why it could not be set aside; None if it was, or still could be, or if the first node also writes this slice
+        then."""
+        if self._done is None or not self._done.done() or slice_in(self._path).number:
+            return None
+        return self._done.exception()
 
     def forget(self) -> None:
         """Forget the error, because the checkpoint is written in another way."""
@@ -259,28 +266,62 @@ def asides(memory: Path, on_bad: Callable[[BadImage], None] = lambda error: None
     return sorted(found, key=lambda each: (each.key.iteration, each.path))
 
 
-def persist(found: ImagePage, folder: Path, pace: Callable[[int], None] = lambda size: None) -> Path:
-    """Write an image to its file in the folder of checkpoints `folder`, and return the file's path. An existing file is
-    kept unless its checkpoint was found damaged.
+def persist(
+    found: ImagePage, folder: Path, pace: Callable[[int], None] = lambda size: None, cut: Slice = WHOLE
+) -> Path:
+    """Write an image, or a slice of a STATE image, to its file in the folder of checkpoints `folder`, and return the
+    file's path. An existing file is kept unless its checkpoint was found damaged.
 
     pace: called with the size of each piece after it was written; it can wait, or raise an error to stop. Raises
     BadImage if the image is damaged or overwritten meanwhile, or if its untrained tensors are gone, OSError.
     """
+    if cut.count > 1:
+        return _persist_slice(found, folder, pace, cut)
     path = folder / folder_name(found.key.iteration) / f"{stem(found.key)}{SUFFIX}"
-    mark = path.name.split(".")[0]
-    if path.exists() and not (path.parent / f"{mark}.{DAMAGE_SUFFIX}").exists():
+    if _is_there(path):
         return path
     head = found.head()
     untrained = _untrained_of(found, head)
     size = found.data_bytes if untrained is None else behind(found.data_bytes) + untrained.data_bytes
-    with writing(path, found.key, head, size, mark) as write:
+    with writing(path, found.key, head, size, _mark_in(path)) as write:
         _copy(found, write, pace)
         if untrained is not None:
             write(bytes(behind(found.data_bytes) - found.data_bytes))
             _copy(untrained, write, pace)
-        if any(each is not None and read_page(each.path) != each for each in (found, untrained)):
-            raise BadImage(f"{found.path}: overwritten while it was copied")
+        _check_same(found)
+        if untrained is not None:
+            _check_same(untrained)
     return path
+
+
+def _persist_slice(found: ImagePage, folder: Path, pace: Callable[[int], None], cut: Slice) -> Path:
+    head = head_of_file(found)
+    try:
+        about, begin, end = cut_out(head.about, found.data_bytes, cut)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadImage(f"{found.path}: not a training state of this release ({error})") from None
+    name = f"{stem(found.key)}{cut.text}.{state_digest(found.digest, head.about)}{SUFFIX}"
+    path = folder / folder_name(found.key.iteration) / name
+    if _is_there(path):
+        return path
+    with writing(path, found.key, replace(head, about=about).pack(), end - begin, _mark_in(path)) as write:
+        _copy_range(found, write, pace, begin, end)
+        _check_same(found)
+    return path
+
+
+def _mark_in(path: Path) -> str:
+    return path.name.split(".")[0]
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a file exists, and its checkpoint was not found damaged."""
+    return path.exists() and not path.with_name(f"{_mark_in(path)}.{DAMAGE_SUFFIX}").exists()
+
+
+def _check_same(found: ImagePage) -> None:
+    if read_page(found.path) != found:
+        raise BadImage(f"{found.path}: overwritten while it was copied")
 
 
 def _copy(found: ImagePage, write: Write, pace: Callable[[int], None]) -> None:
@@ -299,6 +340,21 @@ def _copy(found: ImagePage, write: Write, pace: Callable[[int], None]) -> None:
             pace(len(piece))
     if own.digest() != found.digest and read_page(found.path) == found:
         raise BadImage(f"{found.path}: its data do not match their checksum")
+
+
+def _copy_range(found: ImagePage, write: Write, pace: Callable[[int], None], begin: int, end: int) -> None:
+    """Write some of the data of an image. All are checked first, in several threads, since only all of them have a
+    checksum; then each leaf that is written must have the digest that it had in this check."""
+    leaves = found.check_file(reading_threads())
+    with open_plain(found.path) as image:
+        for at in range(begin // LEAF * LEAF, end, LEAF):
+            leaf = memoryview(bytearray(min(LEAF, found.data_bytes - at)))
+            read_into(image, found.path, found.offset + at, leaf)
+            if digest(leaf) != leaves[at // LEAF]:
+                raise BadImage(f"{found.path}: changed while it was copied")
+            piece = leaf[max(0, begin - at) : end - at]
+            write(piece)
+            pace(len(piece))
 
 
 # ------------------------------------------------------------ untrained tensors

@@ -40,6 +40,7 @@ SAME = "replicated"  # the mark of a state that is the same in all ranks
 FOLDER = "UNICRON_MEMORY"  # the variable with which the agent gives its ranks the folder
 DIGEST = 16  # bytes
 LEAF = 1 << 20  # bytes
+MOST_THREADS = 8  # that read one image: more would only wait for the memory
 LEAVES = 4  # the first format whose data have a digest of leaves; before, it is that of all bytes in order
 _MAGIC = b"unicron\x00"
 _TORN, _WHOLE = struct.pack("<I", 0), struct.pack("<I", 1)
@@ -243,12 +244,14 @@ class ImagePage:
         """Raises BadImage if these data do not match their checksum."""
         self._check(lambda begin, end, spare: [data[begin:end]], threads)
 
-    def check_file(self, threads: int = 1) -> None:
-        """Read the data from the file and check them likewise. Raises BadImage, OSError."""
-        self.fill((), threads)
+    def check_file(self, threads: int = 1) -> list[bytes]:
+        """Read the data from the file and check them likewise. Returns the digests of the leaves. Raises BadImage,
+        OSError."""
+        return self.fill((), threads)
 
-    def fill(self, wants: Iterable[Want], threads: int = 1) -> None:
-        """Read bytes of the data from the file to their places, which are apart, and check all data.
+    def fill(self, wants: Iterable[Want], threads: int = 1) -> list[bytes]:
+        """Read bytes of the data from the file to their places, which are apart, and check all data. Returns the
+        digests of the leaves.
 
         The checksum is computed from the bytes at their places, so a later change of the file cannot harm them. Raises
         BadImage, OSError, and then the places can have any content.
@@ -288,11 +291,11 @@ class ImagePage:
                 return self._check(read, threads)
             mapped = self._map(file)
             address = _address(mapped) if self.data_bytes else 0
-            self._check(copy, threads)
+            return self._check(copy, threads)
 
-    def _check(self, read: Callable[[int, int, memoryview], Sequence[memoryview]], threads: int) -> None:
-        """Compare the checksum of the data with the image's. read(begin, end, spare): returns the views of a range of
-        them, in order; it can use `spare`, the memory of one thread."""
+    def _check(self, read: Callable[[int, int, memoryview], Sequence[memoryview]], threads: int) -> list[bytes]:
+        """Compare the checksum of the data with the image's, and return the leaves' digests. read(begin, end, spare):
+        returns the views of a range of them, in order; it can use `spare`, the memory of one thread."""
         ranges = [(at, min(at + LEAF, self.data_bytes)) for at in range(0, self.data_bytes, LEAF)]
         total, leaves = DataDigest(self.number), [b""] * len(ranges)
         numbers, errors = iter(range(len(ranges))), []
@@ -314,6 +317,7 @@ class ImagePage:
             raise errors[0]
         if (total.digest() if flat else digest(b"".join(leaves))) != self.digest:
             raise BadImage(f"{self.path}: its data do not match their checksum")
+        return leaves
 
 
 def _address(view: memoryview) -> int:
@@ -332,6 +336,13 @@ def _run_in(threads: int, work: Callable[[], None]) -> None:
     work()
     for thread in started:
         thread.join()
+
+
+def reading_threads(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many threads of this process read an image: a rank's share of the node's cores, in an agent all."""
+    ranks = environment.get("LOCAL_WORLD_SIZE") or "1"
+    share = len(os.sched_getaffinity(0)) // max(1, int(ranks)) if ranks.isdecimal() else 1
+    return min(MOST_THREADS, max(1, share))
 
 
 def read_page(path: Path) -> ImagePage:

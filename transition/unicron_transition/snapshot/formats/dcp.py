@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unicron_transition.snapshot.element_types import RAW
 from unicron_transition.snapshot.formats import buckets
 from unicron_transition.snapshot.formats.index import (
-    RAW,
     STATE,
     BadCheckpoint,
     Block,
