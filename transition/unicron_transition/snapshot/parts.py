@@ -18,6 +18,7 @@ import torch
 
 from unicron_transition.seams import elastic_buckets
 from unicron_transition.snapshot.formats.index import box_of, overlap, tiles
+from unicron_transition.snapshot.huge_pages import new_tensor
 
 PARAMETER = "parameter"
 Room = Callable[[torch.dtype], torch.Tensor]  # returns the memory, flat, in which values of this type are wanted
@@ -418,7 +419,7 @@ class _State:
             before = self._own.owner.state.get(main, {}).get(key)
             fits = isinstance(before, torch.Tensor) and before.is_contiguous()
             fits = fits and (before.dtype, before.shape, before.device) == (dtype, main.shape, main.device)
-            tensors[key] = before if fits else torch.empty(main.shape, dtype=dtype, device=main.device)
+            tensors[key] = before if fits else new_tensor(main.shape, dtype, main.device)
         return [_Target(tensors[key].view(-1), self._own.begin)]
 
 
