@@ -1,8 +1,8 @@
 """Nodes that hold the same state write a slice of its checkpoint each, beside one node that writes all of it.
 
-Each node's agent writes at a limited rate, as if it had a disk of that speed of its own. The files are in shared memory,
-so no disk of this machine is in it. The time is from the start of the agents' threads, which look for work each half
-second, to the complete checkpoint.
+Each node's agent writes at a limited rate, as if it had a disk of that speed of its own. The files are in shared
+memory, so no disk of this machine is in it. The time is from the start of the agents' threads, which look for work each
+half second, to the complete checkpoint.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from unicron_ctl.agent.snapshots.node_memory import Memory
 from unicron_ctl.shared.protocol import structs
 from unicron_transition.snapshot import checkpoint_file, folders
 from unicron_transition.snapshot.checkpoint import Writer
+from unicron_transition.snapshot.checkpoint_file import Slice
 from unicron_transition.snapshot.contents import Gatherer
 from unicron_transition.snapshot.formats import own
 from unicron_transition.snapshot.image_format import inventory
 from unicron_transition.snapshot.keeper import Keeper
-from unicron_transition.snapshot.slices import Slice
 
 
 class Sizes(msgspec.Struct, frozen=True):

@@ -13,8 +13,8 @@ import pytest
 from tests.support.jobs import World, json_lines
 from tests.support.moments import fault
 from unicron_transition.snapshot import folders
+from unicron_transition.snapshot.checkpoint_file import LEAST_SLICE
 from unicron_transition.snapshot.formats import own
-from unicron_transition.snapshot.slices import LEAST_BYTES
 
 pytestmark = pytest.mark.process
 EVERY, ITERATIONS = 3, 6
@@ -60,11 +60,13 @@ def test_a_node_that_dies_while_it_writes_its_slice_costs_no_checkpoint(tmp_path
         assert (found.iteration, len(found.paths), slices_in(saves)) == (EVERY, 2, SLICES)
         job.trains_on([0])
         assert job.job()["ledger_violations"] == 0
-    assert own.check(found) == [] and all(path.stat().st_size > LEAST_BYTES for path in found.paths)
+    assert own.check(found) == [] and all(path.stat().st_size > LEAST_SLICE for path in found.paths)
     for path in saves.iterdir():  # what came later
         if path != found.folder:
             shutil.rmtree(path)
-    with World(tmp_path / "next", nodes=1, **settings, UNICRON_MEMORY_DIR=shared, TINY_ITERATIONS=str(ITERATIONS)) as job:
+    with World(
+        tmp_path / "next", nodes=1, **settings, UNICRON_MEMORY_DIR=shared, TINY_ITERATIONS=str(ITERATIONS)
+    ) as job:
         job.wait(lambda: job.job().get("ended"), "the job is trained to its end")
         assert "goes on from" in job.array.logs
     wanted, steps = losses(tmp_path / "first"), losses(tmp_path / "next")

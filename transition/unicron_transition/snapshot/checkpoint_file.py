@@ -6,6 +6,10 @@ agent removes when the file is complete.
 The file of a place's first shard also has the untrained tensors, which are in no shard. The data of their image follow
 the shard's own, and the shard's head has the places of both and the mark of that image. So there is only one kind of
 file, and a checkpoint is whole when each place and shard has one.
+
+Nodes that hold the same state write a *slice* of its file each, at the same time (docs/design/checkpoints.md,
+"Slices"). A slice is a file like any other, with some of the state's tensors, so every reader can read and check it.
+Its name has a digest of the whole state: slices of states that differ never count as one file.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +29,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from unicron_transition.snapshot.image_format import (
+    ALIGN,
     DIGEST,
     LEAF,
     SHARD,
@@ -37,20 +43,39 @@ from unicron_transition.snapshot.image_format import (
     digest,
     file_front,
     inventory,
+    item_bytes,
     read_page,
     reading_threads,
     write_note,
 )
 from unicron_transition.snapshot.model_facts import ModelFacts
 from unicron_transition.snapshot.reading import PlainValues, open_plain, read_into, unpack, values_in
-from unicron_transition.snapshot.slices import WHOLE, Slice, cut_out, slice_in, state_digest
 
 NOTE = "files.msgpack"  # the note beside the images with the folder of their checkpoints
 ASIDE = "due-"  # the start of the second name of an image
 PIECE = 1 << 22  # bytes
 WORD = 8  # bytes: the untrained tensors begin at a multiple
 Write = Callable[[Data], None]
+LEAST_SLICE = 64 << 20  # bytes; smaller slices save little time
+MOST_SLICES = 8  # slices of a file: every rank that reads a checkpoint opens all of its files
+_SLICE = re.compile(r"\.slice-(\d+)-of-(\d+)\.")
 DAMAGE_SUFFIX = "damaged"  # the suffix of a file that describes damage to the other files of its mark
+
+
+class Slice(NamedTuple):
+    """The part of a file that one node writes."""
+
+    number: int = 0
+    of: int = 1
+    """The number of slices of the file."""
+
+    @property
+    def text(self) -> str:
+        """The text in names, "" for a whole file."""
+        return f".slice-{self.number}-of-{self.of}" if self.of > 1 else ""
+
+
+WHOLE = Slice()
 
 
 def folder_name(iteration: int) -> str:
@@ -275,7 +300,7 @@ def persist(
     pace: called with the size of each piece after it was written; it can wait, or raise an error to stop. Raises
     BadImage if the image is damaged or overwritten meanwhile, or if its untrained tensors are gone, OSError.
     """
-    if cut.count > 1:
+    if cut.of > 1:
         return _persist_slice(found, folder, pace, cut)
     path = folder / folder_name(found.key.iteration) / f"{stem(found.key)}{SUFFIX}"
     if _is_there(path):
@@ -383,3 +408,66 @@ def _images_near(found: ImagePage) -> Iterator[ImagePage]:
     with contextlib.suppress(BadImage, FileNotFoundError):
         yield read_page(_beside(found.path))
     yield from inventory(found.path.parent)
+
+
+# ------------------------------------------------------------ slices
+def slices_of(size: int, nodes: int) -> int:
+    """Return how many of the nodes that hold a state write a slice of it. size: of the state, in bytes."""
+    return max(1, min(nodes, MOST_SLICES, size // LEAST_SLICE))
+
+
+def slice_in(path: Path) -> Slice:
+    """Return the slice that a file's name gives."""
+    match = _SLICE.search(path.name)
+    return Slice(int(match[1]), int(match[2])) if match else WHOLE
+
+
+def state_digest(data_digest: bytes, about: bytes) -> str:
+    """Return the text in the names of a state's slices. data_digest, about: of the image, and of its head."""
+    return digest(data_digest + about).hex()[:8]
+
+
+def cut_out(about: bytes, size: int, cut: Slice) -> tuple[bytes, int, int]:
+    """Return the description of the tensors in a slice, and the range of their bytes in the data. about: that of all
+    tensors (`Head.about`); size: of the data.
+
+    The state of one parameter is never divided, so slices differ by the largest at most. Raises ValueError, KeyError
+    or TypeError for a description that no rank writes.
+    """
+    found = unpack(about)
+    ends, number, at = [], 0, 0  # of the parameters
+    for entry in found["index"]:
+        numbers = _numbers(entry)
+        if numbers != list(range(number, number + len(numbers))):
+            raise ValueError("its tensors are not in the order of its parameters")
+        number += len(numbers)
+        for kind, count in found["tensors"][number - len(numbers) : number]:
+            at += -(-count * item_bytes(kind) // ALIGN) * ALIGN
+        ends.append((at, number))
+    if (at, number) != (size, len(found["tensors"])):
+        raise ValueError(f"its tensors have {at} bytes, and its data {size}")
+    edges = [(0, 0), *ends]
+
+    def edge(number: int) -> int:
+        """Return the first parameter of a slice."""
+        if number == cut.of:
+            return len(ends)
+        return min(range(len(edges)), key=lambda each: abs(edges[each][0] * cut.of - number * size))
+
+    first, last = edge(cut.number), edge(cut.number + 1)
+    (begin, before), (end, behind) = edges[first], edges[last]
+    index = [_renumber_entry(entry, before) for entry in found["index"][first:last]]
+    return msgpack.packb({"index": index, "tensors": found["tensors"][before:behind]}), begin, end
+
+
+def _numbers(entry: Any) -> list[int]:
+    """Return the numbers of a parameter's tensors, in order."""
+    *_, keys, _, values = entry
+    return sorted([*keys.values(), *(number for number, _ in values.values())])
+
+
+def _renumber_entry(entry: Any, before: int) -> list[Any]:
+    """Return the description of a parameter after the first `before` tensors were left out."""
+    *place, keys, others, values = entry
+    fewer = {key: [number - before, shape] for key, (number, shape) in values.items()}
+    return [*place, {key: number - before for key, number in keys.items()}, others, fewer]

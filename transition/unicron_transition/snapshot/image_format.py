@@ -48,6 +48,31 @@ _TORN, _WHOLE = struct.pack("<I", 0), struct.pack("<I", 1)
 _FRONT = struct.Struct(f"<8sI4sIIQQ{DIGEST}s{DIGEST}s")
 _STATE = slice(12, 16)  # the place of the state in it
 _KEY = _FRONT.size + DIGEST  # the place of the key, after the digest of front and key
+# torch's name of a type -> the numpy type that moves it
+RAW = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "|i1",
+    "uint8": "|u1",
+    "uint16": "<u2",
+    "uint32": "<u4",
+    "uint64": "<u8",
+    "bool": "|b1",
+    "complex64": "<c8",
+    "complex128": "<c16",
+    "float8_e4m3fn": "|u1",
+    "float8_e4m3fnuz": "|u1",
+    "float8_e5m2": "|u1",
+    "float8_e5m2fnuz": "|u1",
+    "float8_e8m0fnu": "|u1",
+    "float4_e2m1fn_x2": "|u1",  # two elements in a byte, which torch counts as one
+    "complex32": "<u4",
+}
 Data = bytes | bytearray | memoryview
 Want = tuple[int, memoryview]  # the first byte of the data, and the place for the bytes from there on
 
@@ -59,6 +84,11 @@ class BadImage(ValueError):
 def digest(data: Data) -> bytes:
     """Return the checksum of bytes in the host's memory. Other threads can run meanwhile."""
     return xxhash.xxh3_128_digest(data)
+
+
+def item_bytes(kind: str) -> int:
+    """Return the size of an element. Raises KeyError for an unknown type."""
+    return int(RAW[kind][2:])
 
 
 class DataDigest:

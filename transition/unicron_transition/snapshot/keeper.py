@@ -22,10 +22,9 @@ import torch
 
 from unicron_transition.iteration.rank_log import warn
 from unicron_transition.snapshot import checkpoint_file, contents
-from unicron_transition.snapshot.checkpoint_file import Aside
+from unicron_transition.snapshot.checkpoint_file import Aside, Slice
 from unicron_transition.snapshot.cuts import Cuts, ImageRing, ring_paths
 from unicron_transition.snapshot.image_format import STATE, DataDigest, Image, Key, inventory, memory_folder
-from unicron_transition.snapshot.slices import Slice
 from unicron_transition.snapshot.worker import Worker
 
 EVERY = "UNICRON_MEMORY_EVERY"

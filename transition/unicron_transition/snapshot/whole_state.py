@@ -11,13 +11,13 @@ from unicron_detector.processes.rank_messages import Plan
 from unicron_transition.iteration.rank_log import inform, warn
 from unicron_transition.snapshot import contents, image_format
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer, load_image
+from unicron_transition.snapshot.checkpoint_file import Slice, slices_of
 from unicron_transition.snapshot.cuts import BUFFERS
 from unicron_transition.snapshot.folders import WholeCheckpoint
 from unicron_transition.snapshot.image_format import memory_folder
 from unicron_transition.snapshot.keeper import Keeper, copy_interval, wanted_copies
 from unicron_transition.snapshot.local_state import LocalState
 from unicron_transition.snapshot.migrate import TrainingState
-from unicron_transition.snapshot.slices import Slice, slices_of
 
 MOST_TEXT = 200  # characters
 MOST = 8  # iterations that are reported

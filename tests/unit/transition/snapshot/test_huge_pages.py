@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.support.kept import kept
-from unicron_transition.snapshot import huge_pages
+from unicron_transition.snapshot import parts
 from unicron_transition.snapshot.checkpoint import load_image
-from unicron_transition.snapshot.huge_pages import HUGE, new_tensor
 from unicron_transition.snapshot.image_format import inventory
 from unicron_transition.snapshot.migrate import TrainingState
+from unicron_transition.snapshot.parts import HUGE, new_tensor
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The begin and end of the memory that is asked for."""
     found: list[tuple[int, int]] = []
-    monkeypatch.setattr(huge_pages, "_madvise", lambda begin, size, what: found.append((begin, begin + size)))
+    monkeypatch.setattr(parts, "_madvise", lambda begin, size, what: found.append((begin, begin + size)))
     return found
 
 
@@ -37,7 +37,7 @@ def test_only_whole_huge_pages_of_the_tensor_itself_are_asked_for(asked, size):
 
 
 def test_a_kernel_that_refuses_changes_nothing(monkeypatch):
-    monkeypatch.setattr(huge_pages, "_madvise", lambda begin, size, what: -1)
+    monkeypatch.setattr(parts, "_madvise", lambda begin, size, what: -1)
     assert new_tensor(torch.Size([3, HUGE]), torch.float32, CPU).fill_(2.0).sum() == 6 * HUGE
 
 

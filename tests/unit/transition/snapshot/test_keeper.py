@@ -28,11 +28,11 @@ from unicron_transition.iteration.exchange import CommitResult
 from unicron_transition.session.persistence import SaveSchedule
 from unicron_transition.snapshot import checkpoint_file, contents, image_format
 from unicron_transition.snapshot.checkpoint import Checkpoints
+from unicron_transition.snapshot.checkpoint_file import WHOLE
 from unicron_transition.snapshot.contents import Gatherer
 from unicron_transition.snapshot.cuts import ImageRing
 from unicron_transition.snapshot.image_format import BadImage, inventory, read_page
 from unicron_transition.snapshot.keeper import Keeper, copy_interval
-from unicron_transition.snapshot.slices import WHOLE
 from unicron_transition.snapshot.whole_state import WholeState
 
 

@@ -1,4 +1,4 @@
-"""Nodes that hold the same state write a slice of its file each: what is in the slices, and when they are a checkpoint."""
+"""Nodes that hold the same state write a slice of its file each: what is in them, and when they are a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,14 +13,21 @@ from hypothesis import strategies as st
 
 from tests.support.flips import flip
 from tests.support.kept import WRITER, everything, kept, same, training
-from unicron_transition.snapshot import checkpoint_file, folders, slices
+from unicron_transition.snapshot import checkpoint_file, folders
 from unicron_transition.snapshot.checkpoint import Checkpoints
-from unicron_transition.snapshot.element_types import RAW, item_bytes
+from unicron_transition.snapshot.checkpoint_file import (
+    LEAST_SLICE,
+    MOST_SLICES,
+    WHOLE,
+    Slice,
+    cut_out,
+    slice_in,
+    slices_of,
+)
 from unicron_transition.snapshot.folders import Turn
 from unicron_transition.snapshot.formats import own
-from unicron_transition.snapshot.image_format import LEAF, BadImage, ImagePage, inventory
+from unicron_transition.snapshot.image_format import LEAF, RAW, BadImage, ImagePage, inventory, item_bytes
 from unicron_transition.snapshot.migrate import TrainingState
-from unicron_transition.snapshot.slices import LEAST_BYTES, MOST, WHOLE, Slice, cut_out, slice_in, slices_of
 
 
 def image_of(folder: Path, state: TrainingState) -> ImagePage:
@@ -42,8 +49,8 @@ def test_a_type_has_the_size_that_torch_gives_it(kind):
 
 
 def test_no_more_nodes_write_than_is_worth_it():
-    assert [slices_of(size, 3) for size in (0, LEAST_BYTES, 2 * LEAST_BYTES, 9 * LEAST_BYTES)] == [1, 1, 2, 3]
-    assert slices_of(100 * LEAST_BYTES, 50) == MOST and slices_of(100 * LEAST_BYTES, 1) == 1
+    assert [slices_of(size, 3) for size in (0, LEAST_SLICE, 2 * LEAST_SLICE, 9 * LEAST_SLICE)] == [1, 1, 2, 3]
+    assert slices_of(100 * LEAST_SLICE, 50) == MOST_SLICES and slices_of(100 * LEAST_SLICE, 1) == 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 3)), min_size=1, max_size=12), st.integers(1, 8))
@@ -98,8 +105,9 @@ def test_slices_of_several_nodes_are_read_as_one_state(tmp_path, count):
     (found,) = folders.whole(tmp_path / "saves")
     assert len(found.paths) == count and found.mark == WRITER.mark and own.check(found) == []
     assert Checkpoints(tmp_path / "saves").load(other) == 4
-    assert same(everything(state), everything(other)) and state.optimizer.state_dict()["param_groups"] == (
-        other.optimizer.state_dict()["param_groups"]
+    assert (
+        same(everything(state), everything(other))
+        and state.optimizer.state_dict()["param_groups"] == (other.optimizer.state_dict()["param_groups"])
     )
     (whole,) = folders.whole(written(image_of(tmp_path / "alone", state), tmp_path / "whole", 1)[0].parent.parent)
     names = [{name: each.shape for name, each in own.read(one).tensors.items()} for one in (found, whole)]

@@ -20,7 +20,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from unicron_transition.snapshot.element_types import RAW
+from unicron_transition.snapshot.image_format import RAW
 from unicron_transition.snapshot.model_facts import ModelFacts
 from unicron_transition.snapshot.reading import PIECE, PlainValues, open_plain, pieces, read_into
 

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from unicron_transition.snapshot.element_types import RAW
 from unicron_transition.snapshot.formats import beside, safetensors
 from unicron_transition.snapshot.formats.index import BadCheckpoint, Block, Index, Tensor, check_name, some
 from unicron_transition.snapshot.formats.pickles import Archive, TensorReference, archive
+from unicron_transition.snapshot.image_format import RAW
 from unicron_transition.snapshot.reading import MOST_NAMES
 
 FORMAT = "torch"

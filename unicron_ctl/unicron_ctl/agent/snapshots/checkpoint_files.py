@@ -20,8 +20,8 @@ from unicron_ctl.agent.snapshots.last_checkpoint import Before, LastCheckpoint
 from unicron_ctl.agent.snapshots.node_memory import Memory
 from unicron_ctl.shared.system.mailbox import Mailbox
 from unicron_transition.snapshot import checkpoint_file, folders
+from unicron_transition.snapshot.checkpoint_file import Slice, slice_in
 from unicron_transition.snapshot.image_format import BadImage, ImagePage, Key, read_page
-from unicron_transition.snapshot.slices import Slice, slice_in
 
 FILE_LOOK_SECONDS = 0.5
 MOST_LOOK_SECONDS = 60.0  # between two looks whether a checkpoint is whole; the pause doubles up to this
@@ -96,7 +96,7 @@ class Files:
             return
         text = "no checkpoint is made of what was set aside: {}: the training goes on"
         asides = checkpoint_file.asides(memory, lambda error: self._log_change(text.format(error), True))
-        self._slices.keep(asides)
+        self._slices.forget_others(asides)
         for found in asides:
             if not self._ends.is_set() and found not in self._slices:
                 self._write_own(found, where)
@@ -108,18 +108,18 @@ class Files:
         cut = slice_in(found.path)
         if not self._write(found, where, [cut]):
             return
-        if cut.count > 1:
+        if cut.of > 1:
             self._slices.add(found, cut)
         else:
             self._finish(found, where, cut)
 
     def _finish_slices(self, where: checkpoint_file.Destination) -> None:
         """Release the images whose files are complete, and write slices in place of nodes that do not."""
-        complete, due = self._slices.look(time.monotonic(), partial(folders.files_in_progress, where.folder))
+        complete, due = self._slices.look_at_files(time.monotonic(), partial(folders.files_in_progress, where.folder))
         for found in complete:
             self._finish(found, where, slice_in(found.path))
         for found, cut in due:
-            self._write(found, where, [cut._replace(number=number) for number in range(cut.count)])
+            self._write(found, where, [cut._replace(number=number) for number in range(cut.of)])
 
     def _write(self, found: ImagePage, where: checkpoint_file.Destination, cuts: Iterable[Slice]) -> bool:
         """Write slices of the file of an image. False after an error, of which this tells."""

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from unicron_transition.snapshot import folders
+from unicron_transition.snapshot.checkpoint_file import Slice
 from unicron_transition.snapshot.folders import FileInProgress, Part, Turn
 from unicron_transition.snapshot.image_format import ImagePage
-from unicron_transition.snapshot.slices import Slice
 
 TURN_SECONDS = 5.0  # without a sign of the other nodes; the first node waits once, the second twice, ...
-LEAST_PAUSE = 0.5  # seconds between two looks at the folder; doubles up to TURN_SECONDS
+LEAST_PAUSE, MOST_PAUSE = 0.5, 2.0  # seconds between two looks at the folder; it doubles
 Look = Callable[[int], Iterable[FileInProgress]]  # returns the files of checkpoints from an iteration on
 
 
@@ -48,21 +48,21 @@ class OpenSlices:
         self._open[image] = cut
         self._next_look = self._pause = 0.0
 
-    def keep(self, images: Iterable[ImagePage]) -> None:
+    def forget_others(self, images: Iterable[ImagePage]) -> None:
         """Forget all but these images: the others were released or replaced."""
         self._open = {image: self._open[image] for image in images if image in self._open}
 
-    def look(self, now: float, files: Look) -> tuple[list[ImagePage], list[tuple[ImagePage, Slice]]]:
+    def look_at_files(self, now: float, files: Look) -> tuple[list[ImagePage], list[tuple[ImagePage, Slice]]]:
         """Look at the folder, if it is time to, and return the images whose files are complete, and those of which this
         node must write the other slices."""
         complete: list[ImagePage] = []
         due: list[tuple[ImagePage, Slice]] = []
         if now < self._next_look:
             return complete, due
-        self._pause = min(TURN_SECONDS, 2 * self._pause or LEAST_PAUSE)
+        self._pause = min(MOST_PAUSE, 2 * self._pause or LEAST_PAUSE)
         self._next_look = now + self._pause
         states = dict(self._states())
-        self._turns = {state: self._turns.get(state) or _turn(state, now) for state in states}
+        self._turns = {state: self._turns.get(state) or _make_turn(state, now) for state in states}
         for state, turn in self._turns.items():
             found = [each for each in files(state.iteration) if each.path.name.startswith(state.mark)]
             turn.note_files(found, now)
@@ -82,6 +82,6 @@ class OpenSlices:
             yield _State(*about, tuple(sorted(images))), images
 
 
-def _turn(state: _State, now: float) -> Turn:
+def _make_turn(state: _State, now: float) -> Turn:
     patience = TURN_SECONDS * (1 + state.cut.number)
     return Turn(dict.fromkeys(state.parts, state.iteration), patience, now, exactly=True)

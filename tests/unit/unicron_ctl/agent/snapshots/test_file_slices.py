@@ -18,10 +18,10 @@ from unicron_ctl.agent.snapshots.node_memory import Memory
 from unicron_ctl.shared.protocol import structs
 from unicron_transition.snapshot import checkpoint_file, folders
 from unicron_transition.snapshot.checkpoint import Checkpoints
+from unicron_transition.snapshot.checkpoint_file import Slice
 from unicron_transition.snapshot.contents import Gatherer
 from unicron_transition.snapshot.keeper import Keeper
 from unicron_transition.snapshot.migrate import TrainingState
-from unicron_transition.snapshot.slices import Slice
 
 NODES = 3
 ITERATION = 4
