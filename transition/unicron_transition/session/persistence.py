@@ -88,17 +88,26 @@ class SaveSchedule:
         return True
 
     def store(
-        self, iteration: int, state: TrainingState, members: Sequence[int], generation: int, writer: Writer
+        self,
+        iteration: int,
+        state: TrainingState,
+        members: Sequence[int],
+        generation: int,
+        writer: Writer,
+        alone: bool = True,
     ) -> None:
-        """Store this rank's part of the checkpoint of `iteration`, by the agent or by a thread of this rank."""
+        """Store this rank's part of the checkpoint of `iteration`, by the agent or, if alone, by a thread of this rank.
+        alone: no other rank writes it if the agent does not."""
         assert self._checkpoints is not None
         began = time.monotonic()
         if self._local.set_aside(iteration, members, generation, writer):
             self._filing_since = began
-        else:
+        elif alone:
             self._checkpoints.save(state, iteration, self._local.file_writer(writer))
             if self.asked:
                 inform(f"the checkpoint of iteration {iteration} goes to {self._checkpoints.folder}")
+        else:
+            return
         if self._clock is not None:
             self._clock.note_blocked(time.monotonic() - began)
 
@@ -127,7 +136,8 @@ class Persistence:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes a part of each checkpoint: the first replica, and all ranks with shards."""
+        """Whether this rank writes a part of each checkpoint, alone if need be: the first replica, and all ranks with
+        shards. Other replicas write slices through their agents."""
         return self._state.sharded or self._member.replica == 0
 
     @property
@@ -150,8 +160,7 @@ class Persistence:
         """Keep the state at this iteration boundary in memory and, if a checkpoint is due, in a file."""
         here = self._member.members, self._member.generation, self.writer()
         if self.schedule.is_due(iteration):
-            if self.writes:
-                self.schedule.store(iteration, self._state, *here)
+            self.schedule.store(iteration, self._state, *here, alone=self.writes)
             if self.schedule.asked and self._is_first and self.checkpoints is not None and self.checkpoints.exports:
                 self.checkpoints.exports.start(iteration, self.local.file_writer(here[-1]).mark)
         self.local.keep_boundary(iteration, *here)

@@ -6,6 +6,10 @@ agent removes when the file is complete.
 The file of a place's first shard also has the untrained tensors, which are in no shard. The data of their image follow
 the shard's own, and the shard's head has the places of both and the mark of that image. So there is only one kind of
 file, and a checkpoint is whole when each place and shard has one.
+
+Nodes that hold the same state write a *slice* of its file each, at the same time (docs/design/checkpoints.md,
+"Slices"). A slice is a file like any other, with some of the state's tensors, so every reader can read and check it.
+Its name has a digest of the whole state: slices of states that differ never count as one file.
 """
 
 from __future__ import annotations
@@ -13,18 +17,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgpack
 
 from unicron_transition.snapshot.image_format import (
+    ALIGN,
     DIGEST,
+    LEAF,
     SHARD,
     SUFFIX,
     UNTRAINED_KIND,
@@ -33,20 +40,42 @@ from unicron_transition.snapshot.image_format import (
     DataDigest,
     ImagePage,
     Key,
+    digest,
     file_front,
     inventory,
+    item_bytes,
     read_page,
+    reading_threads,
     write_note,
 )
 from unicron_transition.snapshot.model_facts import ModelFacts
-from unicron_transition.snapshot.reading import PlainValues, unpack, values_in
+from unicron_transition.snapshot.reading import PlainValues, open_plain, read_into, unpack, values_in
 
 NOTE = "files.msgpack"  # the note beside the images with the folder of their checkpoints
 ASIDE = "due-"  # the start of the second name of an image
 PIECE = 1 << 22  # bytes
 WORD = 8  # bytes: the untrained tensors begin at a multiple
 Write = Callable[[Data], None]
+LEAST_SLICE = 64 << 20  # bytes; smaller slices save little time
+MOST_SLICES = 8  # slices of a file: every rank that reads a checkpoint opens all of its files
+_SLICE = re.compile(r"\.slice-(\d+)-of-(\d+)\.")
 DAMAGE_SUFFIX = "damaged"  # the suffix of a file that describes damage to the other files of its mark
+
+
+class Slice(NamedTuple):
+    """The part of a file that one node writes."""
+
+    number: int = 0
+    of: int = 1
+    """The number of slices of the file."""
+
+    @property
+    def text(self) -> str:
+        """The text in names, "" for a whole file."""
+        return f".slice-{self.number}-of-{self.of}" if self.of > 1 else ""
+
+
+WHOLE = Slice()
 
 
 def folder_name(iteration: int) -> str:
@@ -166,9 +195,9 @@ def destination(memory: Path) -> Destination | None:
         return None
 
 
-def aside_path(memory: Path, slot: int, iteration: int) -> Path:
-    """Return the second name of an image that is set aside."""
-    return memory / f"{ASIDE}{slot}-{iteration}{SUFFIX}"
+def aside_path(memory: Path, slot: int, iteration: int, cut: Slice = WHOLE) -> Path:
+    """Return the second name of an image that is set aside. cut: the slice of its file that its node writes."""
+    return memory / f"{ASIDE}{slot}-{iteration}{cut.text}{SUFFIX}"
 
 
 def set_aside(image: Path, aside: Path, untrained: Path | None = None) -> None:
@@ -202,8 +231,11 @@ class Aside:
 
     @property
     def error(self) -> BaseException | None:
-        """Why it could not be set aside; None if it was, or still could be."""
-        return self._done.exception() if self._done is not None and self._done.done() else None
+        """Why it could not be set aside; None if it was, or still could be, or if the first node also writes this slice
+        then."""
+        if self._done is None or not self._done.done() or slice_in(self._path).number:
+            return None
+        return self._done.exception()
 
     def forget(self) -> None:
         """Forget the error, because the checkpoint is written in another way."""
@@ -259,28 +291,62 @@ def asides(memory: Path, on_bad: Callable[[BadImage], None] = lambda error: None
     return sorted(found, key=lambda each: (each.key.iteration, each.path))
 
 
-def persist(found: ImagePage, folder: Path, pace: Callable[[int], None] = lambda size: None) -> Path:
-    """Write an image to its file in the folder of checkpoints `folder`, and return the file's path. An existing file is
-    kept unless its checkpoint was found damaged.
+def persist(
+    found: ImagePage, folder: Path, pace: Callable[[int], None] = lambda size: None, cut: Slice = WHOLE
+) -> Path:
+    """Write an image, or a slice of a STATE image, to its file in the folder of checkpoints `folder`, and return the
+    file's path. An existing file is kept unless its checkpoint was found damaged.
 
     pace: called with the size of each piece after it was written; it can wait, or raise an error to stop. Raises
     BadImage if the image is damaged or overwritten meanwhile, or if its untrained tensors are gone, OSError.
     """
+    if cut.of > 1:
+        return _persist_slice(found, folder, pace, cut)
     path = folder / folder_name(found.key.iteration) / f"{stem(found.key)}{SUFFIX}"
-    mark = path.name.split(".")[0]
-    if path.exists() and not (path.parent / f"{mark}.{DAMAGE_SUFFIX}").exists():
+    if _is_there(path):
         return path
     head = found.head()
     untrained = _untrained_of(found, head)
     size = found.data_bytes if untrained is None else behind(found.data_bytes) + untrained.data_bytes
-    with writing(path, found.key, head, size, mark) as write:
+    with writing(path, found.key, head, size, _mark_in(path)) as write:
         _copy(found, write, pace)
         if untrained is not None:
             write(bytes(behind(found.data_bytes) - found.data_bytes))
             _copy(untrained, write, pace)
-        if any(each is not None and read_page(each.path) != each for each in (found, untrained)):
-            raise BadImage(f"{found.path}: overwritten while it was copied")
+        _check_same(found)
+        if untrained is not None:
+            _check_same(untrained)
     return path
+
+
+def _persist_slice(found: ImagePage, folder: Path, pace: Callable[[int], None], cut: Slice) -> Path:
+    head = head_of_file(found)
+    try:
+        about, begin, end = cut_out(head.about, found.data_bytes, cut)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadImage(f"{found.path}: not a training state of this release ({error})") from None
+    name = f"{stem(found.key)}{cut.text}.{state_digest(found.digest, head.about)}{SUFFIX}"
+    path = folder / folder_name(found.key.iteration) / name
+    if _is_there(path):
+        return path
+    with writing(path, found.key, replace(head, about=about).pack(), end - begin, _mark_in(path)) as write:
+        _copy_range(found, write, pace, begin, end)
+        _check_same(found)
+    return path
+
+
+def _mark_in(path: Path) -> str:
+    return path.name.split(".")[0]
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a file exists, and its checkpoint was not found damaged."""
+    return path.exists() and not path.with_name(f"{_mark_in(path)}.{DAMAGE_SUFFIX}").exists()
+
+
+def _check_same(found: ImagePage) -> None:
+    if read_page(found.path) != found:
+        raise BadImage(f"{found.path}: overwritten while it was copied")
 
 
 def _copy(found: ImagePage, write: Write, pace: Callable[[int], None]) -> None:
@@ -299,6 +365,21 @@ def _copy(found: ImagePage, write: Write, pace: Callable[[int], None]) -> None:
             pace(len(piece))
     if own.digest() != found.digest and read_page(found.path) == found:
         raise BadImage(f"{found.path}: its data do not match their checksum")
+
+
+def _copy_range(found: ImagePage, write: Write, pace: Callable[[int], None], begin: int, end: int) -> None:
+    """Write some of the data of an image. All are checked first, in several threads, since only all of them have a
+    checksum; then each leaf that is written must have the digest that it had in this check."""
+    leaves = found.check_file(reading_threads())
+    with open_plain(found.path) as image:
+        for at in range(begin // LEAF * LEAF, end, LEAF):
+            leaf = memoryview(bytearray(min(LEAF, found.data_bytes - at)))
+            read_into(image, found.path, found.offset + at, leaf)
+            if digest(leaf) != leaves[at // LEAF]:
+                raise BadImage(f"{found.path}: changed while it was copied")
+            piece = leaf[max(0, begin - at) : end - at]
+            write(piece)
+            pace(len(piece))
 
 
 # ------------------------------------------------------------ untrained tensors
@@ -327,3 +408,66 @@ def _images_near(found: ImagePage) -> Iterator[ImagePage]:
     with contextlib.suppress(BadImage, FileNotFoundError):
         yield read_page(_beside(found.path))
     yield from inventory(found.path.parent)
+
+
+# ------------------------------------------------------------ slices
+def slices_of(size: int, nodes: int) -> int:
+    """Return how many of the nodes that hold a state write a slice of it. size: of the state, in bytes."""
+    return max(1, min(nodes, MOST_SLICES, size // LEAST_SLICE))
+
+
+def slice_in(path: Path) -> Slice:
+    """Return the slice that a file's name gives."""
+    match = _SLICE.search(path.name)
+    return Slice(int(match[1]), int(match[2])) if match else WHOLE
+
+
+def state_digest(data_digest: bytes, about: bytes) -> str:
+    """Return the text in the names of a state's slices. data_digest, about: of the image, and of its head."""
+    return digest(data_digest + about).hex()[:8]
+
+
+def cut_out(about: bytes, size: int, cut: Slice) -> tuple[bytes, int, int]:
+    """Return the description of the tensors in a slice, and the range of their bytes in the data. about: that of all
+    tensors (`Head.about`); size: of the data.
+
+    The state of one parameter is never divided, so slices differ by the largest at most. Raises ValueError, KeyError
+    or TypeError for a description that no rank writes.
+    """
+    found = unpack(about)
+    ends, number, at = [], 0, 0  # of the parameters
+    for entry in found["index"]:
+        numbers = _numbers(entry)
+        if numbers != list(range(number, number + len(numbers))):
+            raise ValueError("its tensors are not in the order of its parameters")
+        number += len(numbers)
+        for kind, count in found["tensors"][number - len(numbers) : number]:
+            at += -(-count * item_bytes(kind) // ALIGN) * ALIGN
+        ends.append((at, number))
+    if (at, number) != (size, len(found["tensors"])):
+        raise ValueError(f"its tensors have {at} bytes, and its data {size}")
+    edges = [(0, 0), *ends]
+
+    def edge(number: int) -> int:
+        """Return the first parameter of a slice."""
+        if number == cut.of:
+            return len(ends)
+        return min(range(len(edges)), key=lambda each: abs(edges[each][0] * cut.of - number * size))
+
+    first, last = edge(cut.number), edge(cut.number + 1)
+    (begin, before), (end, behind) = edges[first], edges[last]
+    index = [_renumber_entry(entry, before) for entry in found["index"][first:last]]
+    return msgpack.packb({"index": index, "tensors": found["tensors"][before:behind]}), begin, end
+
+
+def _numbers(entry: Any) -> list[int]:
+    """Return the numbers of a parameter's tensors, in order."""
+    *_, keys, _, values = entry
+    return sorted([*keys.values(), *(number for number, _ in values.values())])
+
+
+def _renumber_entry(entry: Any, before: int) -> list[Any]:
+    """Return the description of a parameter after the first `before` tensors were left out."""
+    *place, keys, others, values = entry
+    fewer = {key: [number - before, shape] for key, (number, shape) in values.items()}
+    return [*place, {key: number - before for key, number in keys.items()}, others, fewer]

@@ -4,8 +4,7 @@ one after the other. Nothing in it is a pickle."""
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +14,11 @@ import torch
 from unicron_transition.snapshot import parts
 from unicron_transition.snapshot.checkpoint_file import Head, head_of_file
 from unicron_transition.snapshot.formats import own
-from unicron_transition.snapshot.image_format import ALIGN, BadImage, DataDigest, Image, ImagePage
+from unicron_transition.snapshot.image_format import ALIGN, BadImage, DataDigest, Image, ImagePage, reading_threads
 from unicron_transition.snapshot.migrate import TrainingState, as_plain, plain
 from unicron_transition.snapshot.reading import open_plain, read_into, unpack
 
 SMALL = 1 << 15  # bytes whose copy takes less time than to let go of Python's lock and get it again
-MOST_THREADS = 8  # more would only wait for the memory
 PIECE = 1 << 18  # bytes that are copied before their digest is taken, which are still in the processor's cache then
 
 _move_small = ctypes.PyDLL(None).memmove  # keeps Python's lock, unlike ctypes.memmove
@@ -206,13 +204,6 @@ def read(found: ImagePage) -> tuple[bytes, torch.Tensor]:
     head, mapped = found.read()
     found.check(mapped, reading_threads())
     return head, raw(mapped)
-
-
-def reading_threads(environment: Mapping[str, str] = os.environ) -> int:
-    """Return how many threads of this rank read an image: its share of the node's cores."""
-    ranks = environment.get("LOCAL_WORLD_SIZE") or "1"
-    share = len(os.sched_getaffinity(0)) // max(1, int(ranks)) if ranks.isdecimal() else 1
-    return min(MOST_THREADS, max(1, share))
 
 
 @dataclass

@@ -4,6 +4,7 @@ part. Ranks and agents use it."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import secrets
@@ -22,7 +23,9 @@ FOREIGN = "foreign"  # the mark of a checkpoint of another format
 STALE_SECONDS = 86400.0  # the age of an unfinished file, or a marker, whose process must have died
 HOLDER_SUFFIX = "held."  # the start of a marker's name in a checkpoint's folder
 FOLDER = re.compile(r"iteration-(\d+)")
-_FILE = re.compile(r"([0-9a-f]{8})\.place-(\d+)-of-(\d+)\.shard-(\d+)-of-(\d+)\.image")
+_FILE = re.compile(
+    r"([0-9a-f]{8})\.place-(\d+)-of-(\d+)\.shard-(\d+)-of-(\d+)(?:\.slice-(\d+)-of-(\d+)\.([0-9a-f]{8}))?\.image"
+)
 Part = tuple[int, ...]  # a part of a checkpoint: place, number of places, shard, number of shards
 
 
@@ -132,13 +135,13 @@ def _is_stale(path: Path) -> bool:
 
 # ------------------------------------------------------------ whose turn it is
 class FileInProgress(NamedTuple):
-    """A file of a checkpoint, complete or not."""
+    """A file of a checkpoint, complete or not, or a slice of one."""
 
     path: Path
     iteration: int
     part: Part
     whole: bool
-    """Whether it is complete, and its checkpoint was not found damaged."""
+    """Whether it is complete, with all of its slices, and its checkpoint was not found damaged."""
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -155,10 +158,15 @@ class FileInProgress(NamedTuple):
 def files_in_progress(folder: Path, iteration: int) -> Iterator[FileInProgress]:
     """Yield the files of all checkpoints from `iteration` on, also unfinished ones."""
     for at, path in _folders(folder):
-        for name in (names := _names(path)) if at >= iteration else ():
+        names = _names(path) if at >= iteration else set()
+        sound = set(itertools.chain.from_iterable(_whole_files(names).values()))
+        for name in names:
             if file := _FILE.match(name):
-                sound = file.end() == len(name) and f"{file[1]}.{DAMAGE_SUFFIX}" not in names
-                yield FileInProgress(path / name, at, tuple(map(int, file.groups()[1:])), sound)
+                yield FileInProgress(path / name, at, _part_in(file), name in sound)
+
+
+def _part_in(file: re.Match[str]) -> Part:
+    return tuple(map(int, file.groups()[1:5]))
 
 
 class Turn:
@@ -199,14 +207,31 @@ class Turn:
 # ------------------------------------------------------------ which are whole
 def _sets(folder: Path) -> list[tuple[Path, ...]]:
     """Return the complete sets of files in a checkpoint's folder."""
-    sets: dict[tuple[str, int], dict[tuple[int, int], dict[int, Path]]] = defaultdict(lambda: defaultdict(dict))
-    names = _names(folder)
-    for path in map(folder.joinpath, names):
-        match = _FILE.fullmatch(path.name)
-        if match and f"{match[1]}.{DAMAGE_SUFFIX}" not in names:
-            place, size, shard, count = map(int, match.groups()[1:])
-            sets[match[1], size][place, count][shard] = path
+    sets: dict[tuple[str, int], dict[tuple[int, int], dict[int, tuple[Path, ...]]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
+    for (mark, (place, size, shard, count)), names in _whole_files(_names(folder)).items():
+        sets[mark, size][place, count][shard] = tuple(folder / name for name in names)
     return [chosen for (_, size), files in sorted(sets.items()) if (chosen := _choose(files, size)) is not None]
+
+
+def _whole_files(names: set[str]) -> dict[tuple[str, Part], tuple[str, ...]]:
+    """Return the name of the file of each mark and part, or the names of all slices of it. Checkpoints that were found
+    damaged have none."""
+    found: dict[tuple[str, Part], tuple[str, ...]] = {}
+    slices: dict[tuple[str, Part, int, str], dict[int, str]] = defaultdict(dict)
+    for name in names:
+        file = _FILE.fullmatch(name)
+        if file is None or f"{file[1]}.{DAMAGE_SUFFIX}" in names:
+            continue
+        if file[6] is None:
+            found[file[1], _part_in(file)] = (name,)
+        else:
+            slices[file[1], _part_in(file), int(file[7]), file[8]][int(file[6])] = name
+    for (mark, part, count, _), each in sorted(slices.items()):
+        if len(each) == count and max(each) < count:
+            found.setdefault((mark, part), tuple(each[number] for number in range(count)))
+    return found
 
 
 def _names(folder: Path) -> set[str]:
@@ -216,12 +241,12 @@ def _names(folder: Path) -> set[str]:
     return set()
 
 
-def _choose(files: dict[tuple[int, int], dict[int, Path]], size: int) -> tuple[Path, ...] | None:
-    """Return the files of all places and shards, None if some are missing. files: (place, count) -> shard -> path."""
+def _choose(files: dict[tuple[int, int], dict[int, tuple[Path, ...]]], size: int) -> tuple[Path, ...] | None:
+    """Return the files of all places and shards, None if some are missing. files: (place, count) -> shard -> paths."""
     chosen: list[Path] = []
     for place in range(size):
         complete = [shards for (at, count), shards in sorted(files.items()) if at == place and len(shards) == count]
         if not complete:
             return None
-        chosen += [path for _, path in sorted(complete[0].items())]
+        chosen += [path for _, paths in sorted(complete[0].items()) for path in paths]
     return tuple(chosen)

@@ -40,6 +40,7 @@ SAME = "replicated"  # the mark of a state that is the same in all ranks
 FOLDER = "UNICRON_MEMORY"  # the variable with which the agent gives its ranks the folder
 DIGEST = 16  # bytes
 LEAF = 1 << 20  # bytes
+MOST_THREADS = 8  # that read one image: more would only wait for the memory
 LEAVES = 4  # the first format whose data have a digest of leaves; before, it is that of all bytes in order
 _MAGIC = b"unicron\x00"
 _TORN, _WHOLE = struct.pack("<I", 0), struct.pack("<I", 1)
@@ -47,6 +48,31 @@ _TORN, _WHOLE = struct.pack("<I", 0), struct.pack("<I", 1)
 _FRONT = struct.Struct(f"<8sI4sIIQQ{DIGEST}s{DIGEST}s")
 _STATE = slice(12, 16)  # the place of the state in it
 _KEY = _FRONT.size + DIGEST  # the place of the key, after the digest of front and key
+# torch's name of a type -> the numpy type that moves it
+RAW = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "|i1",
+    "uint8": "|u1",
+    "uint16": "<u2",
+    "uint32": "<u4",
+    "uint64": "<u8",
+    "bool": "|b1",
+    "complex64": "<c8",
+    "complex128": "<c16",
+    "float8_e4m3fn": "|u1",
+    "float8_e4m3fnuz": "|u1",
+    "float8_e5m2": "|u1",
+    "float8_e5m2fnuz": "|u1",
+    "float8_e8m0fnu": "|u1",
+    "float4_e2m1fn_x2": "|u1",  # two elements in a byte, which torch counts as one
+    "complex32": "<u4",
+}
 Data = bytes | bytearray | memoryview
 Want = tuple[int, memoryview]  # the first byte of the data, and the place for the bytes from there on
 
@@ -58,6 +84,11 @@ class BadImage(ValueError):
 def digest(data: Data) -> bytes:
     """Return the checksum of bytes in the host's memory. Other threads can run meanwhile."""
     return xxhash.xxh3_128_digest(data)
+
+
+def item_bytes(kind: str) -> int:
+    """Return the size of an element. Raises KeyError for an unknown type."""
+    return int(RAW[kind][2:])
 
 
 class DataDigest:
@@ -243,12 +274,14 @@ class ImagePage:
         """Raises BadImage if these data do not match their checksum."""
         self._check(lambda begin, end, spare: [data[begin:end]], threads)
 
-    def check_file(self, threads: int = 1) -> None:
-        """Read the data from the file and check them likewise. Raises BadImage, OSError."""
-        self.fill((), threads)
+    def check_file(self, threads: int = 1) -> list[bytes]:
+        """Read the data from the file and check them likewise. Returns the digests of the leaves. Raises BadImage,
+        OSError."""
+        return self.fill((), threads)
 
-    def fill(self, wants: Iterable[Want], threads: int = 1) -> None:
-        """Read bytes of the data from the file to their places, which are apart, and check all data.
+    def fill(self, wants: Iterable[Want], threads: int = 1) -> list[bytes]:
+        """Read bytes of the data from the file to their places, which are apart, and check all data. Returns the
+        digests of the leaves.
 
         The checksum is computed from the bytes at their places, so a later change of the file cannot harm them. Raises
         BadImage, OSError, and then the places can have any content.
@@ -288,11 +321,11 @@ class ImagePage:
                 return self._check(read, threads)
             mapped = self._map(file)
             address = _address(mapped) if self.data_bytes else 0
-            self._check(copy, threads)
+            return self._check(copy, threads)
 
-    def _check(self, read: Callable[[int, int, memoryview], Sequence[memoryview]], threads: int) -> None:
-        """Compare the checksum of the data with the image's. read(begin, end, spare): returns the views of a range of
-        them, in order; it can use `spare`, the memory of one thread."""
+    def _check(self, read: Callable[[int, int, memoryview], Sequence[memoryview]], threads: int) -> list[bytes]:
+        """Compare the checksum of the data with the image's, and return the leaves' digests. read(begin, end, spare):
+        returns the views of a range of them, in order; it can use `spare`, the memory of one thread."""
         ranges = [(at, min(at + LEAF, self.data_bytes)) for at in range(0, self.data_bytes, LEAF)]
         total, leaves = DataDigest(self.number), [b""] * len(ranges)
         numbers, errors = iter(range(len(ranges))), []
@@ -314,6 +347,7 @@ class ImagePage:
             raise errors[0]
         if (total.digest() if flat else digest(b"".join(leaves))) != self.digest:
             raise BadImage(f"{self.path}: its data do not match their checksum")
+        return leaves
 
 
 def _address(view: memoryview) -> int:
@@ -332,6 +366,13 @@ def _run_in(threads: int, work: Callable[[], None]) -> None:
     work()
     for thread in started:
         thread.join()
+
+
+def reading_threads(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many threads of this process read an image: a rank's share of the node's cores, in an agent all."""
+    ranks = environment.get("LOCAL_WORLD_SIZE") or "1"
+    share = len(os.sched_getaffinity(0)) // max(1, int(ranks)) if ranks.isdecimal() else 1
+    return min(MOST_THREADS, max(1, share))
 
 
 def read_page(path: Path) -> ImagePage:

@@ -22,7 +22,7 @@ import torch
 
 from unicron_transition.iteration.rank_log import warn
 from unicron_transition.snapshot import checkpoint_file, contents
-from unicron_transition.snapshot.checkpoint_file import Aside
+from unicron_transition.snapshot.checkpoint_file import Aside, Slice
 from unicron_transition.snapshot.cuts import Cuts, ImageRing, ring_paths
 from unicron_transition.snapshot.image_format import STATE, DataDigest, Image, Key, inventory, memory_folder
 from unicron_transition.snapshot.worker import Worker
@@ -85,16 +85,19 @@ class Keeper:
         self._whole: Future[None] | None = None  # the last copy
 
     # ------------------------------------------------------------ the main thread
-    def copy(self, gatherer: contents.Gatherer, iteration: int, base: int, writer: Any, aside: bool = False) -> None:
+    def copy(
+        self, gatherer: contents.Gatherer, iteration: int, base: int, writer: Any, aside: Slice | None = None
+    ) -> None:
         """Start to copy the state after which `iteration` comes next, if a copy is due. base: the generation. writer:
-        this rank's :class:`checkpoint.Writer`. aside: make a copy in any case, and set it aside for the agent."""
-        if not self.cuts.is_due(iteration) and not aside and (iteration % self.every or self._pause):
+        this rank's :class:`checkpoint.Writer`. aside: make a copy in any case, and set it aside for the agent, which
+        writes this slice of it."""
+        if not self.cuts.is_due(iteration) and aside is None and (iteration % self.every or self._pause):
             self._pause -= bool(self._pause)
             return
         self.wait_whole()
         found = gatherer.contents()
         head = contents.head_of(gatherer.state, found.about, iteration, writer.layout)
-        path = checkpoint_file.aside_path(self.folder, self.slot, iteration) if aside else None
+        path = checkpoint_file.aside_path(self.folder, self.slot, iteration, aside) if aside is not None else None
         key = writer.key(iteration, STATE, self.slot, base)
         task = _Copy(key, head, found, found.still(), _event(found.tensors), path)
         self._copied.clear()

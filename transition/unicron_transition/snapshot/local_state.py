@@ -89,8 +89,8 @@ class LocalState:
 
     # ------------------------------------------------------------ checkpoints' files
     def set_aside(self, iteration: int, members: Sequence[int], generation: int, writer: Writer) -> bool:
-        """Set this rank's part of the checkpoint of `iteration` aside for the agent, and return True; False if the rank
-        must write it itself."""
+        """Set this rank's part of the checkpoint of `iteration` aside for the agent, or a slice of it that it shares
+        with other nodes, and return True; False if the agent writes nothing of it."""
         return False
 
     def file_writer(self, writer: Writer) -> Writer:

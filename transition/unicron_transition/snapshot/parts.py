@@ -7,8 +7,10 @@ ranks of any other layout find what they need in these parts (`unicron_transitio
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +22,11 @@ from unicron_transition.seams import elastic_buckets
 from unicron_transition.snapshot.formats.index import box_of, overlap, tiles
 
 PARAMETER = "parameter"
+HUGE = 2 << 20  # bytes of a huge page
 Room = Callable[[torch.dtype], torch.Tensor]  # returns the memory, flat, in which values of this type are wanted
+
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Box(NamedTuple):
@@ -418,8 +424,20 @@ class _State:
             before = self._own.owner.state.get(main, {}).get(key)
             fits = isinstance(before, torch.Tensor) and before.is_contiguous()
             fits = fits and (before.dtype, before.shape, before.device) == (dtype, main.shape, main.device)
-            tensors[key] = before if fits else torch.empty(main.shape, dtype=dtype, device=main.device)
+            tensors[key] = before if fits else new_tensor(main.shape, dtype, main.device)
         return [_Target(tensors[key].view(-1), self._own.begin)]
+
+
+def new_tensor(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor that is going to be filled at once. In huge pages if the kernel has some: the faults of small
+    ones take longer than the copy."""
+    made = torch.empty(shape, dtype=dtype, device=device)
+    if made.is_cpu:
+        begin = -(-made.data_ptr() // HUGE) * HUGE
+        end = (made.data_ptr() + made.nbytes) // HUGE * HUGE
+        if begin < end:
+            _madvise(begin, end - begin, mmap.MADV_HUGEPAGE)
+    return made
 
 
 def _elsewhere(value: object, device: torch.device | str) -> object:

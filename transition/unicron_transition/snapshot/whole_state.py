@@ -11,6 +11,7 @@ from unicron_detector.processes.rank_messages import Plan
 from unicron_transition.iteration.rank_log import inform, warn
 from unicron_transition.snapshot import contents, image_format
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer, load_image
+from unicron_transition.snapshot.checkpoint_file import Slice, slices_of
 from unicron_transition.snapshot.cuts import BUFFERS
 from unicron_transition.snapshot.folders import WholeCheckpoint
 from unicron_transition.snapshot.image_format import memory_folder
@@ -119,7 +120,7 @@ class Beginnings:
         checked = False
         try:
             if self._has_state:  # which a damaged image must not replace
-                found.check_file(contents.reading_threads())
+                found.check_file(image_format.reading_threads())
                 checked = True
             load_image(state, found.path)
         except (image_format.BadImage, OSError) as error:
@@ -148,8 +149,9 @@ class WholeState(LocalState):
         self._has_state = False  # it has the job's state
         self._generation = -1
         self._writes = slot  # the slot that keeps the state for this place in the node, in this generation
+        self._nodes: list[int] = []  # that train this place, in this generation
         self._gives = False  # other nodes might need copies of it, in this generation
-        self._aside = False  # set the next copy aside for a file
+        self._aside: Slice | None = None  # of a file for which the next copy is set aside
 
     # ------------------------------------------------------------ before a generation
     def find_start(self, checkpoints: Checkpoints | None, start: int, writer: Callable[[], Writer]) -> int:
@@ -200,7 +202,7 @@ class WholeState(LocalState):
             self._keeper.wait_whole()
 
     def keep_boundary(self, iteration: int, members: Sequence[int], generation: int, writer: Writer) -> None:
-        keeper, (aside, self._aside) = self._keeper, (self._aside, False)
+        keeper, (aside, self._aside) = self._keeper, (self._aside, None)
         if keeper is None:
             return
         self._note_members(members, generation, writer)
@@ -216,10 +218,10 @@ class WholeState(LocalState):
         if generation == self._generation:
             return
         same = [slot for slot in members if slot % writer.size == writer.place]
-        nodes, here = {self._node(slot) for slot in same}, self._node(self._slot)
+        here, self._nodes = self._node(self._slot), list(dict.fromkeys(map(self._node, same)))
         self._generation, self._writes = generation, min(slot for slot in same if self._node(slot) == here)
         wanted = min(1 + wanted_copies(), len({self._node(slot) for slot in members}))
-        self._gives = len(nodes) < wanted
+        self._gives = len(self._nodes) < wanted
 
     def _node(self, slot: int) -> int:
         return slot // self._per_node
@@ -233,8 +235,11 @@ class WholeState(LocalState):
         if self._keeper is None or self._keeper.trouble:
             return False
         self._note_members(members, generation, writer)
-        self._aside = self._slot == self._writes and self.note_destination()
-        return self._aside
+        number = self._nodes.index(self._node(self._slot))
+        count = slices_of(self._gatherer.contents().size, len(self._nodes))
+        if self._slot == self._writes and number < count and self.note_destination():
+            self._aside = Slice(number, count)
+        return self._aside is not None
 
     # ------------------------------------------------------------ texts
     @property

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.kept import step, training
-from unicron_transition.snapshot import contents, parts
+from unicron_transition.snapshot import contents, image_format, parts
 from unicron_transition.snapshot.checkpoint_file import Head
 from unicron_transition.snapshot.contents import (
     SMALL,
@@ -191,8 +191,8 @@ def test_a_tensor_is_read_where_it_is_wanted_if_it_fits(tmp_path: Path, monkeypa
 
 
 def test_a_rank_reads_with_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents.os, "sched_getaffinity", lambda process: set(range(24)))
+    monkeypatch.setattr(image_format.os, "sched_getaffinity", lambda process: set(range(24)))
     ranks = {"": 8, "1": 8, "8": 3, "24": 1, "99": 1, "x": 1, "0": 8}
     for text, wanted in ranks.items():
-        assert contents.reading_threads({"LOCAL_WORLD_SIZE": text}) == wanted
-    assert contents.reading_threads({}) == 8
+        assert image_format.reading_threads({"LOCAL_WORLD_SIZE": text}) == wanted
+    assert image_format.reading_threads({}) == 8

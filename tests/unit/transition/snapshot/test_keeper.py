@@ -28,6 +28,7 @@ from unicron_transition.iteration.exchange import CommitResult
 from unicron_transition.session.persistence import SaveSchedule
 from unicron_transition.snapshot import checkpoint_file, contents, image_format
 from unicron_transition.snapshot.checkpoint import Checkpoints
+from unicron_transition.snapshot.checkpoint_file import WHOLE
 from unicron_transition.snapshot.contents import Gatherer
 from unicron_transition.snapshot.cuts import ImageRing
 from unicron_transition.snapshot.image_format import BadImage, inventory, read_page
@@ -224,7 +225,7 @@ def test_what_is_set_aside_stays_as_it_is_while_the_copies_go_on_and_its_room_is
     keeper, gatherer = Keeper(tmp_path, 0, 1), Gatherer(state)
     wanted = everything(state)
     for iteration in (1, 2, 3, 4):
-        keeper.copy(gatherer, iteration, 1, WRITER, aside=iteration == 1)
+        keeper.copy(gatherer, iteration, 1, WRITER, aside=WHOLE if iteration == 1 else None)
         keeper.wait_copied()
         step(state)
     keeper.close()
@@ -247,7 +248,7 @@ def test_it_is_set_aside_though_no_copy_is_due_and_before_it_is_whole_there_is_n
         return mark_whole(*about)
 
     monkeypatch.setattr(image_format.Image, "mark_whole", looked)
-    keeper.copy(Gatherer(training()), 3, 1, WRITER, aside=True)
+    keeper.copy(Gatherer(training()), 3, 1, WRITER, aside=WHOLE)
     keeper.close()
     assert seen == [([], True)] and [each.key.iteration for each in checkpoint_file.asides(tmp_path)] == [3]
 
@@ -257,7 +258,7 @@ def test_where_there_is_no_room_beside_what_is_set_aside_the_copies_wait_for_the
     state = training()
     keeper, gatherer = Keeper(tmp_path, 0, 1, said.append), Gatherer(state)
     for iteration in (1, 2):
-        keeper.copy(gatherer, iteration, 1, WRITER, aside=iteration == 2)
+        keeper.copy(gatherer, iteration, 1, WRITER, aside=WHOLE if iteration == 2 else None)
     keeper.wait_whole()
     copy(keeper, gatherer, 3)
     with monkeypatch.context() as broken:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from unicron_transition.snapshot.formats import buckets
 from unicron_transition.snapshot.formats.index import (
-    RAW,
     STATE,
     BadCheckpoint,
     Block,
@@ -30,6 +29,7 @@ from unicron_transition.snapshot.formats.index import (
     some,
 )
 from unicron_transition.snapshot.formats.pickles import TensorReference, archive, plain, unpickle
+from unicron_transition.snapshot.image_format import RAW
 from unicron_transition.snapshot.model_facts import ModelFacts
 from unicron_transition.snapshot.reading import (
     ROOM,

@@ -20,6 +20,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from unicron_transition.snapshot.image_format import RAW
 from unicron_transition.snapshot.model_facts import ModelFacts
 from unicron_transition.snapshot.reading import PIECE, PlainValues, open_plain, pieces, read_into
 
@@ -27,31 +28,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 PARAMETER = "parameter"  # the key of the parameter itself; the other keys are the optimizer's own
 STATE = "optimizer.state."  # prefix of an optimizer's tensors: `optimizer.state.KEY.NAME`, as Megatron has them
 MAINS = ("param", "fp32_param")  # the keys under which Megatron keeps main parameters
-# torch's name of a type -> the numpy type that moves it
-RAW = {
-    "float64": "<f8",
-    "float32": "<f4",
-    "float16": "<f2",
-    "bfloat16": "<u2",
-    "int64": "<i8",
-    "int32": "<i4",
-    "int16": "<i2",
-    "int8": "|i1",
-    "uint8": "|u1",
-    "uint16": "<u2",
-    "uint32": "<u4",
-    "uint64": "<u8",
-    "bool": "|b1",
-    "complex64": "<c8",
-    "complex128": "<c16",
-    "float8_e4m3fn": "|u1",
-    "float8_e4m3fnuz": "|u1",
-    "float8_e5m2": "|u1",
-    "float8_e5m2fnuz": "|u1",
-    "float8_e8m0fnu": "|u1",
-    "float4_e2m1fn_x2": "|u1",  # two elements in a byte, which torch counts as one
-    "complex32": "<u4",
-}
 # Megatron's names: the prefix of layers, and the embedding and the output layer, whose last rows are padding.
 LAYERS = "decoder.layers."
 VOCABULARY = EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"

@@ -22,7 +22,8 @@ from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
-from unicron_transition.snapshot.formats.index import RAW, BadCheckpoint, Raw, check_shape, row_major
+from unicron_transition.snapshot.formats.index import BadCheckpoint, Raw, check_shape, row_major
+from unicron_transition.snapshot.image_format import RAW
 from unicron_transition.snapshot.reading import DENSE, allowance, open_plain, text_in
 
 LEAST = 1 << 22  # the budget of the smallest pickle

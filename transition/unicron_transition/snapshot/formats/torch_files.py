@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from unicron_transition.snapshot.formats import beside, safetensors
-from unicron_transition.snapshot.formats.index import RAW, BadCheckpoint, Block, Index, Tensor, check_name, some
+from unicron_transition.snapshot.formats.index import BadCheckpoint, Block, Index, Tensor, check_name, some
 from unicron_transition.snapshot.formats.pickles import Archive, TensorReference, archive
+from unicron_transition.snapshot.image_format import RAW
 from unicron_transition.snapshot.reading import MOST_NAMES
 
 FORMAT = "torch"

@@ -11,13 +11,16 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
+from unicron_ctl.agent.snapshots.file_slices import OpenSlices
 from unicron_ctl.agent.snapshots.last_checkpoint import Before, LastCheckpoint
 from unicron_ctl.agent.snapshots.node_memory import Memory
 from unicron_ctl.shared.system.mailbox import Mailbox
 from unicron_transition.snapshot import checkpoint_file, folders
+from unicron_transition.snapshot.checkpoint_file import Slice, slice_in
 from unicron_transition.snapshot.image_format import BadImage, ImagePage, Key, read_page
 
 FILE_LOOK_SECONDS = 0.5
@@ -42,6 +45,7 @@ class Files:
         self._asked = self._all = self._failing = False
         self._cuts: Sequence[int] = ()
         self._reported: set[str] = set()  # errors of looks
+        self._slices = OpenSlices()
         self._first = -1  # the iteration of which this agent wrote the first part, until older ones are removed
         self._prune_at = self._pause = 0.0
         self._ends, self._last_look = threading.Event(), threading.Event()
@@ -66,8 +70,8 @@ class Files:
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
         last = False
-        while not last:
-            last = self._last_look.wait(FILE_LOOK_SECONDS)
+        while not last or (self._slices and not self._ends.wait(FILE_LOOK_SECONDS)):
+            last = last or self._last_look.wait(FILE_LOOK_SECONDS)
             try:
                 self._check_folders()
             except Exception as error:  # the thread must go on, or ranks could set nothing aside any more
@@ -91,27 +95,61 @@ class Files:
                 self._asked = False
             return
         text = "no checkpoint is made of what was set aside: {}: the training goes on"
-        for found in checkpoint_file.asides(memory, lambda error: self._log_change(text.format(error), True)):
-            if not self._ends.is_set():
-                self._write(found, where)
+        asides = checkpoint_file.asides(memory, lambda error: self._log_change(text.format(error), True))
+        self._slices.forget_others(asides)
+        for found in asides:
+            if not self._ends.is_set() and found not in self._slices:
+                self._write_own(found, where)
+        self._finish_slices(where)
         self._prune(where)
 
-    def _write(self, found: ImagePage, where: checkpoint_file.Destination) -> None:
+    def _write_own(self, found: ImagePage, where: checkpoint_file.Destination) -> None:
+        """Write the file of an image, or this node's slice of it."""
+        cut = slice_in(found.path)
+        if not self._write(found, where, [cut]):
+            return
+        if cut.of > 1:
+            self._slices.add(found, cut)
+        else:
+            self._finish(found, where, cut)
+
+    def _finish_slices(self, where: checkpoint_file.Destination) -> None:
+        """Release the images whose files are complete, and write slices in place of nodes that do not."""
+        complete, due = self._slices.look_at_files(time.monotonic(), partial(folders.files_in_progress, where.folder))
+        for found in complete:
+            self._finish(found, where, slice_in(found.path))
+        for found, cut in due:
+            self._write(found, where, [cut._replace(number=number) for number in range(cut.of)])
+
+    def _write(self, found: ImagePage, where: checkpoint_file.Destination, cuts: Iterable[Slice]) -> bool:
+        """Write slices of the file of an image. False after an error, of which this tells."""
         try:
-            path = checkpoint_file.persist(found, where.folder, self._pace())
-            self._log_change(f"the training state of iteration {found.key.iteration} was saved in {path.parent}", False)
-            self.results.put(found.key.iteration)
+            for cut in cuts:
+                checkpoint_file.persist(found, where.folder, self._pace(), cut)
+            return True
         except _AgentEnds:
-            return  # the image stays for the next agent
+            return False  # the image stays for the next agent
         except Exception as error:  # the image must go after any error, or its rank could set no other one aside
             again = "the training goes on; it is tried again with the next one"
             what = f"couldn't save the training state of iteration {found.key.iteration}"
             self._log_change(f"{what}: {_text_of(error)}: {again}", True)
+            self._release(found)
+            return False
+
+    def _finish(self, found: ImagePage, where: checkpoint_file.Destination, cut: Slice) -> None:
+        """Note that the file of an image is complete."""
+        iteration = found.key.iteration
+        folder = where.folder / checkpoint_file.folder_name(iteration)
+        self._log_change(f"the training state of iteration {iteration} was saved in {folder}", False)
+        self.results.put(iteration)
+        self._release(found)
+        if folders.prunes(found.key) and cut.number == 0:
+            self._first, self._prune_at, self._pause = iteration, 0.0, FILE_LOOK_SECONDS
+
+    def _release(self, found: ImagePage) -> None:
         with contextlib.suppress(OSError, BadImage):
             if read_page(found.path) == found:  # otherwise a rank has set another one aside meanwhile
                 checkpoint_file.release_aside(found.path)
-        if folders.prunes(found.key):
-            self._first, self._prune_at, self._pause = found.key.iteration, 0.0, FILE_LOOK_SECONDS
 
     def _prune(self, where: checkpoint_file.Destination) -> None:
         """Remove older checkpoints when this one is whole. If this agent ends before, the next checkpoint does it."""

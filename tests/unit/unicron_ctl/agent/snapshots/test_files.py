@@ -135,11 +135,11 @@ def test_what_a_rank_sets_aside_anew_while_the_agent_writes_the_one_before_becom
     name = aside(memory, 2)
     read, bases = checkpoint_file.persist, []
 
-    def replaced(found, folder, pace):
+    def replaced(found, folder, pace, cut):
         if not bases:
             aside(memory, 2, base=7)
         bases.append(found.key.base)
-        return read(found, folder, pace)
+        return read(found, folder, pace, cut)
 
     monkeypatch.setattr(checkpoint_file, "persist", replaced)
     writer = Files(memory, lambda key: (), 0.0, lambda line: None)
@@ -193,10 +193,10 @@ def test_an_image_over_which_the_agent_stumbles_is_let_go_so_that_the_next_one_c
 ) -> None:
     plain, said = checkpoint_file.persist, []
 
-    def persist(found, folder, pace):
+    def persist(found, folder, pace, cut):
         if found.key.iteration == 2:
             raise ValueError("what is this?")
-        return plain(found, folder, pace)
+        return plain(found, folder, pace, cut)
 
     monkeypatch.setattr(checkpoint_file, "persist", persist)
     name = aside(memory, 2)
