@@ -18,7 +18,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from unicron_detector.tcp_sockets import tcp_sockets
+from unicron_transition.generations import member_links
 from unicron_transition.generations.layout import Layout, replica_of
+from unicron_transition.generations.member_links import MemberLinks
 from unicron_transition.generations.time_limits import COLLECTIVE_TIMEOUT
 from unicron_transition.generations.unblock import Unblocker
 from unicron_transition.seams import megatron_core, process_groups
@@ -104,6 +107,7 @@ class Groups:
         self._kept: dict[tuple[Any, ...], Any] = {}  # (backend, slots, own) -> group inside the present replica
         self._pointers: list[tuple[Any, Any, str]] = []  # (container, key, role)
         self._asking: list[Any] = []  # optimizers that ask all ranks something in their first step
+        self.links: MemberLinks | None = None  # among all members
 
     def _role(self, name: str, ranks: Sequence[int], backend: str | None = None) -> Role:
         pairs = [self.layout.from_megatron_rank(rank, self._replicas) for rank in ranks]
@@ -122,11 +126,17 @@ class Groups:
         layout, count = self.layout, len(members) // self.layout.size
         replica = replica_of(members, layout.size, slot)
         me = layout.megatron_rank(replica, slot % layout.size, count)
+        limit, before = collective_timeout(), set(tcp_sockets())
+        if backend == "gloo":
+            member_links.announce(store)
         with abandonable_connections(lost):
             process_groups.init_world(backend, store, me, len(members), ENTERING)
+            if backend == "gloo":
+                seconds = limit.total_seconds()
+                self.links = member_links.connect(store, me, len(members), lost, before, seconds)
             self._register_kept(members, replica, count)
             self._connect_roles(backend, members, me, replica, count)
-        process_groups.set_timeouts(collective_timeout())
+        process_groups.set_timeouts(limit)
 
     def _connect_roles(self, backend: str, members: Sequence[int], me: int, replica: int, count: int) -> None:
         made: dict[tuple[Any, ...], Any] = {}
@@ -184,6 +194,9 @@ class Groups:
         if keep:
             process_groups.forget(self._kept.values())
         process_groups.tear_down()
+        if self.links is not None:
+            self.links.close()
+            self.links = None
         self._aborter.forget_aborted()
         if not keep:
             self._kept = {}

@@ -17,7 +17,7 @@ from unicron_detector.processes.rank_channel import name_micro_batch
 from unicron_transition.generations.layout import Layout
 from unicron_transition.iteration import randomness
 from unicron_transition.iteration.gradient_copies import Snapshots, Where
-from unicron_transition.iteration.ledger import Ledger, LedgerError
+from unicron_transition.iteration.ledger import Ledger, LedgerError, Proof
 
 DRAIN_SECONDS = 10.0
 
@@ -197,10 +197,9 @@ class Accumulation(ABC):
         generation is over."""
 
     @abstractmethod
-    def reduce(self, ledger: Ledger, proof: torch.Tensor) -> torch.Tensor:
-        """Sum all gradients over the replicas, and with them the proof, whose sum is returned. The proof has four rows
-        in float64 with a number for each micro-batch: counts and wishes, which are small whole numbers, and losses and
-        tokens, which only one replica has. Raises RuntimeError if a peer is gone."""
+    def reduce(self, ledger: Ledger, proof: Proof) -> Proof:
+        """Sum all gradients over the replicas, and with them the proof, whose sum is returned. Raises RuntimeError if a
+        peer is gone."""
 
     @abstractmethod
     def proven(self, tokens: float) -> float:

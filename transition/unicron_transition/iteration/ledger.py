@@ -9,7 +9,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 
 class LedgerError(RuntimeError):
@@ -19,6 +21,43 @@ class LedgerError(RuntimeError):
 def deal(total: int, replicas: int, replica: int) -> list[int]:
     """Return the undisturbed assignment, which needs no message: micro-batch i belongs to replica i mod `replicas`."""
     return list(range(replica, total, replicas))
+
+
+class Proof(NamedTuple):
+    """What a rank has in its gradient, or the sum of that over all ranks: a number for each micro-batch."""
+
+    counts: list[int]
+    wishes: list[int]
+    """Only the first one is used: ranks that want to stop."""
+    losses: list[float]
+    """Only one replica has that of a micro-batch."""
+    tokens: list[float]
+    """Likewise."""
+
+    def tensor(self) -> torch.Tensor:
+        """Return it as a tensor of four rows, which can be summed over the ranks."""
+        return torch.tensor(self, dtype=torch.float64)
+
+    @classmethod
+    def of(cls, rows: torch.Tensor) -> Proof:
+        """Return the proof that is in such a tensor."""
+        small, numbers = rows[:2].round().to(torch.int64).tolist(), rows[2:].tolist()
+        return cls(*small, *numbers)
+
+    @property
+    def loss(self) -> float:
+        """The sum of all losses."""
+        return _sum(self.losses)
+
+    @property
+    def all_tokens(self) -> float:
+        """The sum of all tokens; 0 unless the loss is per token."""
+        return _sum(self.tokens) if any(self.tokens) else 0.0
+
+
+def _sum(numbers: list[float]) -> float:
+    """Return the sum in torch's order, which the ranks of all releases have in common: a state's mark depends on it."""
+    return float(torch.tensor(numbers, dtype=torch.float64).sum())
 
 
 @dataclass
@@ -65,17 +104,17 @@ class Ledger:
             raise LedgerError(f"the plan for iteration {self.iteration} drops finished micro-batches {sorted(dropped)}")
         self.assigned = assigned
 
-    def proof(self, wish: float) -> list[list[float]]:
-        """Return this rank's part of the proof: four rows with a number for each micro-batch, which are counts, wishes,
-        losses and tokens. wish: this rank's own."""
-        counts, wishes, losses, tokens = ([0.0] * self.total for _ in range(4))
-        wishes[0] = wish
+    def proof(self, wish: bool) -> Proof:
+        """Return this rank's part of the proof. wish: this rank's own."""
+        counts, wishes = [0] * self.total, [0] * self.total
+        losses, tokens = [0.0] * self.total, [0.0] * self.total
+        wishes[0] = int(wish)
         for index in self.done:
             counts[index] += 1
             losses[index] = float(self.losses.get(index, 0.0))
             count = self.tokens.get(index)
             tokens[index] = 0.0 if count is None else float(count)
-        return [counts, wishes, losses, tokens]
+        return Proof(counts, wishes, losses, tokens)
 
     @staticmethod
     def signature(done: Sequence[int] | None) -> float:

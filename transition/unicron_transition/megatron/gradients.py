@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from unicron_transition.iteration.accumulation import Accumulation, PeerLost, Work, evaluating, wait_out
-from unicron_transition.iteration.ledger import Ledger
+from unicron_transition.iteration.ledger import Ledger, Proof
 from unicron_transition.megatron.auxiliary import Auxiliary
 from unicron_transition.seams import elastic_buckets, megatron_core
 from unicron_transition.seams.table import UnsupportedLayout
@@ -241,7 +241,7 @@ class Gradients(Accumulation):
         return (loss * (weight if real else 0.0), *others)
 
     # ------------------------------------------------------------ reducing
-    def reduce(self, ledger: Ledger, proof: torch.Tensor) -> torch.Tensor:
+    def reduce(self, ledger: Ledger, proof: Proof) -> Proof:
         from megatron.core.distributed import finalize_model_grads
 
         if self._deferred is not None:
@@ -251,10 +251,10 @@ class Gradients(Accumulation):
         own = own_parts_only(self.model) if self._sharded else contextlib.nullcontext()
         with own, self._auxiliary.reducing():
             (self.config.finalize_model_grads_func or finalize_model_grads)(self.model, self._tokens(ledger))
-        proven = self._work.begin_sum(proof.to(self._device()))
+        proven = self._work.begin_sum(proof.tensor().to(self._device()))
         proof_sum = proven.finish().cpu()
         proven.check()
-        return proof_sum
+        return Proof.of(proof_sum)
 
     def proven(self, tokens: float) -> float:
         return tokens if self.per_token else float(self.total)

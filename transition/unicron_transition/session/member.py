@@ -22,6 +22,7 @@ from unicron_detector.processes.rank_messages import Fault, Plan, Status
 from unicron_transition.generations import groups
 from unicron_transition.generations.layout import replica_of
 from unicron_transition.generations.time_limits import PLAN_TIMEOUT
+from unicron_transition.generations.member_links import MemberLinks
 from unicron_transition.generations.watch import PlanTimeout, RankDismissed
 from unicron_transition.iteration.accumulation import PeerLost
 from unicron_transition.iteration.rank_process import Process
@@ -147,6 +148,11 @@ class Member:
         kept = self.layout.size > 1 and self.inside and not self.half_received
         self.inside = False
         self.rest("standby" if kept else "left")
+
+    @property
+    def links(self) -> MemberLinks | None:
+        """The connections among all members for their exchanges, if they have any."""
+        return None if self.groups is None else self.groups.links
 
     # ------------------------------------------------------------ entering
     def enter_until_in(self, plan: Plan) -> Plan:

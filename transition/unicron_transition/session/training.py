@@ -110,7 +110,7 @@ class Training:
         self._at = SessionPosition(start_iteration, train_iterations, (Ledger(start_iteration, first, []), "computing"))
         self._state = kind.state(torch.initial_seed() if seed is None else seed)
         self._member = self._join(current, kind)
-        self._exchange = Exchange(current)
+        self._exchange = Exchange(current, lambda: self._member.links)
         self._pending = DeferredChanges()
         where = chosen_place()
         self._local = self._local_state(current, where)
@@ -258,11 +258,10 @@ class Training:
         what, and the requests to stop, so that all ranks with the reduced gradients agree on the end.
         """
         ledger = self._at.ledger
-        proof = torch.tensor(ledger.proof(float(self._stop_agreed)), dtype=torch.float64)
-        counts, wishes, losses, tokens = self._gradients.reduce(ledger, proof)
-        Ledger.check_counts(self._at.iteration, counts.round().long().tolist())
-        self._stopping = bool(wishes[0] > 0)  # not in the commit, which a rank that steps by a plan may miss
-        loss = float(losses.sum()) / max(self._gradients.proven(float(tokens.sum())), 1.0)
+        proof = self._gradients.reduce(ledger, ledger.proof(self._stop_agreed))
+        Ledger.check_counts(self._at.iteration, proof.counts)
+        self._stopping = proof.wishes[0] > 0  # not in the commit, which a rank that steps by a plan may miss
+        loss = proof.loss / max(self._gradients.proven(proof.all_tokens), 1.0)
         return self._exchange.from_last_stage(loss)
 
     def _commit(self) -> None:

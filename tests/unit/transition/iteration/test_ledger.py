@@ -74,8 +74,8 @@ def test_a_signature_tells_sets_of_micro_batches_apart():
 
 def test_the_proof_has_only_what_is_in_the_gradient():
     ledger = Ledger(3, 4, [0, 2], done=[2], losses={0: torch.tensor(5.0), 2: torch.tensor(1.25)})
-    assert ledger.proof(1.0) == [[0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 1.25, 0], [0, 0, 0, 0]]
+    assert ledger.proof(True) == ([0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 1.25, 0], [0, 0, 0, 0])
     ledger.done, ledger.tokens = [2, 0], {0: torch.tensor(7), 2: None}
-    assert ledger.proof(0.0) == [[1, 0, 1, 0], [0, 0, 0, 0], [5, 0, 1.25, 0], [7, 0, 0, 0]]
+    assert ledger.proof(False) == ([1, 0, 1, 0], [0, 0, 0, 0], [5, 0, 1.25, 0], [7, 0, 0, 0])
     ledger.drop()
-    assert ledger.proof(0.0) == [[0.0] * 4] * 4
+    assert ledger.proof(False) == ([0] * 4, [0] * 4, [0.0] * 4, [0.0] * 4)

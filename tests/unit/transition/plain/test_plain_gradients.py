@@ -13,14 +13,14 @@ from unicron_detector.processes.rank_channel import micro_batch_of
 from unicron_transition.generations.layout import Layout
 from unicron_transition.iteration.accumulation import DeferredChanges, PeerLost, Sum, Work
 from unicron_transition.iteration.gradient_copies import Where
-from unicron_transition.iteration.ledger import Ledger
+from unicron_transition.iteration.ledger import Ledger, Proof
 from unicron_transition.plain import flat_gradients
 from unicron_transition.plain.flat_gradients import Bucket, buckets
 from unicron_transition.plain.module import Plain
 from unicron_transition.seams.table import UnsupportedLayout
 
 TOTAL = 4
-PROOF = torch.tensor([[1, 0, 1, 2], [3, 0, 0, 0], [1 / 3, -1e300, 0, 2.5], [7, 1e9 + 1, 0, 0]], dtype=torch.float64)
+PROOF = Proof([1, 0, 1, 2], [3, 0, 0, 0], [1 / 3, -1e300, 0.0, 2.5], [7.0, 1e9 + 1, 0.0, 0.0])
 pytestmark = pytest.mark.usefixtures("world")
 
 
@@ -287,18 +287,16 @@ def test_a_gradient_that_comes_after_its_reduce_has_begun_is_no_silent_mistake(m
 def test_the_sum_of_proofs_is_exact_in_every_dtype(dtype):
     """Only one rank has each loss; counts of several ranks add up, and a wrong one shows."""
     ranks = [Bucket([nn.Parameter(torch.zeros(2, dtype=dtype))], TOTAL) for _ in range(300)]
-    proofs = torch.zeros(300, 4, TOTAL, dtype=torch.float64)
-    proofs[:4, 0], proofs[7, 0, 2] = torch.eye(TOTAL), 1.0
-    proofs[:, 1, 0] = 1.0
-    proofs[:4, 2:] = torch.diag_embed(PROOF[2:]).transpose(0, 1)
     total = ranks[0]
-    for bucket, proof in zip(ranks, proofs, strict=True):
-        bucket.put(proof)
+    for number, bucket in enumerate(ranks):
+        mine = [[row[index] if index == number else 0 for index in range(TOTAL)] for row in PROOF[2:]]
+        counts = [int(index == number or (index, number) == (2, 7)) for index in range(TOTAL)]
+        bucket.put(Proof(counts, [1, 0, 0, 0], *mine))
     for bucket in ranks[1:]:
         total.flat += bucket.flat
     counts, wishes, *numbers = total.proven()
-    assert counts.tolist() == [1.0, 1.0, 2.0, 1.0] and wishes[0] > 0
-    assert torch.equal(torch.stack(numbers), PROOF[2:])
+    assert counts == [1, 1, 2, 1] and wishes[0] > 0
+    assert numbers == [*PROOF[2:]]
 
 
 def test_an_error_names_the_micro_batch_in_which_it_came():

@@ -1,0 +1,149 @@
+"""The connections over which all members of a generation exchange a few numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unicron_detector.tcp_sockets import tcp_sockets
+from unicron_transition.generations import member_links
+from unicron_transition.generations.member_links import HELLO, MemberLinks
+from unicron_transition.generations.unblock import Unblocker
+
+LIMIT = 20.0
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(16) as made:
+        yield made
+
+
+@pytest.fixture
+def connected(pool):
+    """connected(size) -> the links of each member but the silent ones, which only listen. Another socket stands for
+    gloo's."""
+    with contextlib.ExitStack() as opened:
+
+        def connected(size: int, announced: int | None = None, lost=lambda: False, silent=()) -> list[MemberLinks | None]:
+            store, before = dist.HashStore(), set(tcp_sockets())
+            gloo = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+            for rank in silent:
+                store.set(member_links.PLACE.format(rank), f"{'00' * 16} {gloo.getsockname()[1]} 127.0.0.1")
+            for _ in range(size if announced is None else announced):
+                member_links.announce(store, {})
+            members = [rank for rank in range(size) if rank not in silent]
+            made = pool.map(lambda rank: member_links.connect(store, rank, size, lost, before, LIMIT), members)
+            links = list(made)
+            for each in filter(None, links):
+                opened.callback(each.close)
+            return links
+
+        yield connected
+
+
+def largest(pool, links, values):
+    return list(pool.map(lambda pair: pair[0].largest(pair[1]).tolist(), zip(links, values, strict=True)))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 11])
+def test_all_members_get_the_largest_of_each_number(connected, pool, size):
+    links = connected(size)
+    for turn in range(3):
+        own = [torch.tensor([rank, -rank, (rank + turn) % size], dtype=torch.float64) for rank in range(size)]
+        assert largest(pool, links, own) == [[size - 1, 0, size - 1]] * size
+    whole = [torch.tensor([2**62 + rank]) for rank in range(size)]
+    assert largest(pool, links, whole) == [[2**62 + size - 1]] * size, "whole numbers stay exact"
+
+
+def test_a_member_whose_release_knows_no_links_leaves_all_of_them_without(connected):
+    assert connected(4, announced=3) == [None] * 4
+    assert connected(1) == [None], "nobody to connect with"
+
+
+def test_nobody_announces_links_where_gloo_connects_only_later():
+    store = dist.HashStore()
+    member_links.announce(store, {member_links.LAZY: "1"})
+    assert store.add(member_links.COUNT, 0) == 0
+
+
+def test_what_a_member_said_arrives_after_its_end(connected, pool):
+    """It has heard from all others by then; a slow one reads its word only now."""
+    first, second, third = connected(3)
+    values, receive = [torch.tensor([float(rank)]) for rank in range(3)], third._receive
+
+    def late(coming, size):
+        for each in ended:
+            each.result(LIMIT)
+        return receive(coming, size)
+
+    calls = iter([receive, late])
+    third._receive = lambda coming, size: next(calls)(coming, size)
+
+    def end_after(links, value):
+        found = links.largest(value)
+        links.close()
+        return found
+
+    ended = [pool.submit(end_after, links, value) for links, value in zip((first, second), values, strict=False)]
+    assert third.largest(values[2]).tolist() == [2.0]
+    assert [each.result(LIMIT).tolist() for each in ended] == [[2.0], [2.0]]
+
+
+@pytest.mark.parametrize("how", ["its end", "a Break"])
+def test_the_end_of_a_connection_ends_the_wait(connected, pool, how):
+    unblocker = Unblocker()
+    with unblocker.building():
+        links = connected(4)
+    waiting = pool.submit(links[0].largest, torch.zeros(1))
+    time.sleep(0.1)
+    assert not waiting.done()
+    if how == "a Break":
+        unblocker.unblock()
+    else:
+        links[3].close()
+    with pytest.raises(RuntimeError, match="a member is gone"):
+        waiting.result(LIMIT)
+
+
+def test_members_of_different_exchanges_do_not_mix_their_numbers(connected, pool):
+    first, second = connected(2)
+    second._count = 1
+    both = [pool.submit(each.largest, torch.zeros(1)) for each in (first, second)]
+    for each in both:
+        with pytest.raises(RuntimeError, match="another exchange"):
+            each.result(LIMIT)
+
+
+def test_a_lost_member_ends_the_connecting(connected):
+    """Its system accepts connections, but it makes none."""
+    heard = time.monotonic() + 0.3
+    with pytest.raises(ConnectionError, match="did not connect"):
+        connected(3, lost=lambda: time.monotonic() > heard, silent=(2,))
+
+
+def test_a_stranger_is_not_taken_for_a_member(connected, pool, monkeypatch):
+    """Strangers come before each member: one says nothing that is right, the other names a wrong token, the third goes
+    at once."""
+    dial, came = member_links._dial, []
+
+    def strangers_first(place, step, check):
+        _, port, host = place.split(" ", 2)
+        for said in (b"GET / HTTP/1.1\r\n\r\n--", HELLO.pack(bytes(16), step), b""):
+            came.append(socket.create_connection((host, int(port))))
+            came[-1].sendall(said)
+            if not said:
+                came[-1].close()
+        return dial(place, step, check)
+
+    monkeypatch.setattr(member_links, "_dial", strangers_first)
+    links = connected(3)
+    assert largest(pool, links, [torch.tensor([float(rank)]) for rank in range(3)]) == [[2.0]] * 3
+    for each in came:
+        each.close()
