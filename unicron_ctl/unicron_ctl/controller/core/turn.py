@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from unicron_ctl.controller.job import adoption, job_events, spares, transitions
 from unicron_ctl.controller.job.modes import Trigger
-from unicron_ctl.controller.job.orders import Order, StandingOrders, due_orders, next_start
+from unicron_ctl.controller.job.orders import Order, StandingOrders, awaits_doors, due_orders, next_start
 from unicron_ctl.controller.job.runtime import JobRuntime, report_healed
 from unicron_ctl.controller.judge.rank_failures import revive
 from unicron_ctl.controller.model.agent_view import AgentView
@@ -201,6 +201,8 @@ class Turns:
                 self._recheck(view, element, starts)
             elif not ordered:
                 view.restarts.discard(element)
+            if awaits_doors(view, agent, orders):
+                self._recheck(view, element, now + self._view.config.repeat_seconds)
         view.touched.clear()
         for agent, key, message in rest:
             self._recheck(view, agent.element, self._order(agent, key, message))

@@ -122,6 +122,11 @@ class StandingOrders:
         doors = (self._door(other, live.get(other)) for other in tried_by(element, self._elements))
         return [door for door in doors if door]
 
+    def knows_doors(self, element: int, live: Mapping[int, AgentView]) -> bool:
+        """Whether this controller has heard which doors the agent is to try in its next world."""
+        pairs = ((live.get(one), self._job.agents.get(one)) for one in tried_by(element, self._elements))
+        return all(agent and record and agent.agent == record.agent and agent.ranks for agent, record in pairs)
+
     def _door(self, element: int, agent: AgentView | None) -> str:
         """The element's door for its next world; that of its agent if it has no other, as in release 0.2."""
         record = self._job.agents.get(element)
@@ -193,12 +198,21 @@ def due_orders(job: JobView, agent: AgentView, orders: StandingOrders, now: floa
     if stale := _withdrawn(job.state, agent, orders):
         yield f"withdraw {stale}", wire.Withdraw(generation=stale, reason="another member of the offer failed")
     plan, agreed, present = orders.plan, agent.status.agreed, job.state.plan
-    if plan is not None and _lacks(agent, orders.members, plan.generation):
+    if plan is not None and _lacks(agent, orders.members, plan.generation) and not awaits_doors(job, agent, orders):
         yield orders.plan_key, partial(orders.share, agent, job.agents)
     elif agreed is not None and present is not None and agreed.generation <= present.generation:
         yield f"confirm {present.generation}", partial(orders.confirmed.share, agent, job.agents)
     if agent.element in job.restarts:
         yield from _processes(job, agent, now)
+
+
+def awaits_doors(job: JobView, agent: AgentView, orders: StandingOrders) -> bool:
+    """Whether the agent gets its plan later: this controller, started again, has not heard all doors of that world. A
+    world waits for all its agents anyway, and the doors of agents themselves do not do: they stay open when these leave
+    it."""
+    if not job.state.mode.fenced or orders.plan is None or not _lacks(agent, orders.members, orders.plan.generation):
+        return False
+    return not orders.knows_doors(agent.element, job.agents)
 
 
 def _release_order(job: JobView, agent: AgentView) -> wire.Release | None:

@@ -206,6 +206,34 @@ def test_an_agent_whose_ranks_have_ended_hears_of_the_break_too():
     assert not [m for m in agents[1].heard if isinstance(m, wire.Break)], "it has obeyed"
 
 
+def test_no_agent_gets_a_plan_before_its_controller_knows_the_doors_of_that_world():
+    """Defect: a controller that was started again named the door of an agent in place of the world's, which it had not
+    heard. It stays open when the agent leaves the world."""
+    world = World()
+    agents = [PlainAgent(world, "1", element, f"n{element + 1}", nodes=3) for element in range(3)]
+    agents[2].obedient = False
+    for agent in agents:
+        agent.register()
+        agent.status()
+    world.run(1.0)
+    assert world.job().phase == "entering"
+    agents[0].silent = True
+    world.restart()
+    agents[2].held.clear()
+    for agent in agents[1:]:
+        agent.register()
+        agent.status()
+    world.run(1.0)
+    assert not agents[2].held
+    agents[0].silent = False
+    agents[0].register()
+    world.run(0.5, heartbeats=False)
+    assert not agents[2].held, "it has registered, and not said more"
+    agents[0].status()
+    world.run(1.0)
+    assert [share.doors for share in agents[2].held.values()] == [["n1:9999", "n2:9999"]]
+
+
 class PartlyFenced(PlainAgent):
     """Nothing ends the processes of the fourth node."""
 
