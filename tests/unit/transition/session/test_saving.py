@@ -137,3 +137,16 @@ def test_what_could_not_be_set_aside_is_due_again_and_nobody_has_asked_for_it(tm
     memory.asked = memory.requested = True
     agreed(rank)
     assert rank.is_due(6) and rank.asked
+
+
+def test_a_rank_of_another_replica_writes_nothing_if_its_agent_does_not(tmp_path: Path, monkeypatch) -> None:
+    memory = Memory()
+    memory.set_aside = lambda *_: False
+    memory.file_writer = lambda writer: writer
+    checkpoints, saved = Checkpoints(tmp_path), []
+    monkeypatch.setattr(checkpoints, "save", lambda *about: saved.append(about))
+    rank = SaveSchedule(checkpoints, memory)
+    rank.store(5, None, [0, 1], 1, Writer(), alone=False)
+    assert not saved
+    rank.store(5, None, [0, 1], 1, Writer())
+    assert len(saved) == 1

@@ -400,3 +400,41 @@ def test_a_checkpoint_that_could_not_be_set_aside_is_asked_for_again(tmp_path, r
     assert saving.is_due(2) and not saving.wanted, "it is asked for once"
     assert not remembered.set_aside(1, *here), "the rank writes it by itself"
     assert "No space left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("least", "members", "wanted"),
+    [
+        (1, [1, 2, 3], ["slice-0-of-2"]),
+        (1, [5, 2, 1], ["slice-2-of-3"]),
+        (1, [0, 1, 2], []),
+        (1, [*range(-20, 0, 2), 1], []),
+        (1, [1], [""]),
+        (1 << 20, [1, 2, 3], [""]),
+    ],
+    ids=["of two nodes", "of the third node", "a lower slot does", "not of more than eight", "alone", "too small"],
+)
+def test_a_node_writes_the_slice_of_its_number_among_those_that_hold_the_state(
+    tmp_path, remembered, monkeypatch, least, members, wanted
+):
+    monkeypatch.setattr(checkpoint_file, "LEAST_SLICE", least)
+    assert remembered.set_aside(1, members, 1, WRITER) == bool(wanted)
+    remembered.keep_boundary(1, members, 1, WRITER)
+    remembered.close()
+    names = [path.name.removeprefix("due-1-1").removesuffix(".image") for path in tmp_path.glob("due-*")]
+    assert [name.removeprefix(".") for name in names] == wanted
+
+
+def test_a_slice_that_could_not_be_set_aside_is_the_others_to_write_unless_this_node_is_the_first(
+    remembered, monkeypatch
+):
+    monkeypatch.setattr(checkpoint_file, "LEAST_SLICE", 1)
+    for iteration, members, asked in ((1, [2, 1], False), (2, [1, 2], True)):
+        remembered._keeper.trouble = ""
+        assert remembered.set_aside(iteration, members, iteration, WRITER)
+        with monkeypatch.context() as broken:
+            broken.setattr(image_format.os, "posix_fallocate", no_room)
+            remembered.keep_boundary(iteration, members, iteration, WRITER)
+            remembered.wait_whole()
+        assert remembered.asked == asked
+    remembered.close()

@@ -120,6 +120,8 @@ def test_it_is_no_checkpoint_before_the_last_slice_and_the_one_before_is_used(tm
     for count, numbers in ((3, (0, 2)), (2, (1,))):  # of another number of nodes: they do not go together
         written(image_of(tmp_path / f"node{count}", state), saves, count, *numbers)
     (saves / "iteration-00000004" / f"{WRITER.mark}.place-0-of-1.shard-0-of-1.slice-1-of-3.0a1b2c3d.image").touch()
+    for path in (saves / "iteration-00000004").glob("*slice-0-of-3*"):  # of another mark
+        path.with_name(path.name.replace(WRITER.mark, "0a1b2c3d").replace("slice-0", "slice-1")).touch()
     assert [each.iteration for each in folders.whole(saves)] == [2]
     assert Checkpoints(saves).load(state) == 2 and same(everything(state), everything(before))
     written(image_of(tmp_path / "other", before), saves, 3, 1)
