@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from unicron_detector.tcp_sockets import tcp_sockets
 from unicron_transition.generations import member_links
-from unicron_transition.generations.member_links import HELLO, MemberLinks
+from unicron_transition.generations.member_links import HELLO
 from unicron_transition.generations.unblock import Unblocker
 
 LIMIT = 20.0
@@ -31,7 +31,7 @@ def connected(pool):
     gloo's."""
     with contextlib.ExitStack() as opened:
 
-        def connected(size: int, announced: int | None = None, lost=lambda: False, silent=()) -> list[MemberLinks | None]:
+        def connected(size: int, announced: int | None = None, lost=lambda: False, silent=()):
             store, before = dist.HashStore(), set(tcp_sockets())
             gloo = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
             for rank in silent:
