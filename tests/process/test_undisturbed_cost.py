@@ -39,6 +39,7 @@ def test_an_undisturbed_iteration_takes_two_collectives_one_message_and_little_o
         )
         assert theirs == {"all-reduce": 1.0}, "of the loss; DistributedDataParallel reduces the gradients itself"
         assert (healed["all-reduce"], healed["exchange"]) == (1.0, 1.0), "gradients with their proof; the commit"
+        assert "waits of another thread" not in healed, "the commit goes over the members' own connections"
         assert MESSAGES <= healed["message"] <= MESSAGES + PROGRESS
     busy = [ours.ranks / theirs.ranks for ours, theirs in zip(blocks[HEALED], blocks[PLAIN], strict=True)]
     print(f"processor's time of a session's iterations over the plain loop's: {busy}")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from benchmarks.cost import gates, plain_ranks
 from unicron_detector.processes import rank_channel
 from unicron_transition.iteration import exchange
+from unicron_transition.seams import gloo
 
 counted: Counter[str] = Counter()
 
@@ -46,5 +47,6 @@ def last_block(iterations: Iterable[object]) -> Iterator[object]:
 if __name__ == "__main__":
     count(dist, "all_reduce", "all-reduce")
     count(exchange, "largest_of_all", "exchange")
+    count(gloo, "run_until", "waits of another thread")
     count(rank_channel.RankChannel, "send", "message")
     gates.train(last_block(plain_ranks.healed() if gates.KIND == "healed" else plain_ranks.plain()))

@@ -27,6 +27,7 @@ from unicron_detector.tcp_sockets import tcp_sockets, view_of
 
 COUNT, PLACE = "links", "links.{}"  # keys in the store
 LAZY = "TORCH_GLOO_LAZY_INIT"  # torch's setting
+IPV4_PREFIX = "::ffff:"  # before an IPv4 address of an IPv6 socket
 TOKEN_BYTES = 16
 HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")  # the receiver's token, and how many places before it the sender is
 HEAD = struct.Struct("<QI")  # number of the exchange, bytes of the message
@@ -126,7 +127,8 @@ def _own_address(before: Collection[int]) -> str:
         if inode not in before:
             with contextlib.suppress(OSError), view_of(descriptor) as view:
                 if view.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    return str(view.getsockname()[0])
+                    host = str(view.getsockname()[0])
+                    return host.removeprefix(IPV4_PREFIX) if "." in host else host
     raise ConnectionError("the world's connections have ended")
 
 

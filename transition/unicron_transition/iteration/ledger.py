@@ -24,7 +24,7 @@ def deal(total: int, replicas: int, replica: int) -> list[int]:
 
 
 class Proof(NamedTuple):
-    """What a rank has in its gradient, or the sum of that over all ranks: a number for each micro-batch."""
+    """A rank's statement of what is in its gradient, or the sum over all ranks: numbers for each micro-batch."""
 
     counts: list[int]
     wishes: list[int]

@@ -48,8 +48,8 @@ class Bucket:
         self.views = [piece.view(each.shape).data for piece, each in zip(pieces, parameters, strict=True)]
 
     def put(self, proof: Proof) -> None:
-        """Put this rank's proof into the bucket, before the reduce: in one piece, since right after a backward pass each
-        of torch's calls takes about 10 us."""
+        """Put this rank's proof into the bucket, before the reduce. In one piece: right after a backward pass each of
+        torch's calls takes 10 us."""
         whole = bytes([*proof.counts, *proof.wishes])  # of one rank, so each is 0 or 1
         numbers = struct.pack(f"{2 * self._proof_of}d", *proof.losses, *proof.tokens)
         self._proof.copy_(torch.frombuffer(bytearray(whole + numbers), dtype=torch.uint8))

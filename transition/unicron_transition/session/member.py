@@ -21,8 +21,8 @@ from unicron_detector.processes.rank_channel import fault_of
 from unicron_detector.processes.rank_messages import Fault, Plan, Status
 from unicron_transition.generations import groups
 from unicron_transition.generations.layout import replica_of
-from unicron_transition.generations.time_limits import PLAN_TIMEOUT
 from unicron_transition.generations.member_links import MemberLinks
+from unicron_transition.generations.time_limits import PLAN_TIMEOUT
 from unicron_transition.generations.watch import PlanTimeout, RankDismissed
 from unicron_transition.iteration.accumulation import PeerLost
 from unicron_transition.iteration.rank_process import Process

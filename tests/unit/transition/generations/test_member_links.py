@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from unicron_detector.tcp_sockets import tcp_sockets
 from unicron_transition.generations import member_links
-from unicron_transition.generations.member_links import HELLO, MemberLinks
+from unicron_transition.generations.member_links import HELLO
 from unicron_transition.generations.unblock import Unblocker
 
 LIMIT = 20.0
@@ -31,9 +31,11 @@ def connected(pool):
     gloo's."""
     with contextlib.ExitStack() as opened:
 
-        def connected(size: int, announced: int | None = None, lost=lambda: False, silent=()) -> list[MemberLinks | None]:
+        def connected(size, announced=None, lost=lambda: False, silent=(), address=(socket.AF_INET, "127.0.0.1")):
             store, before = dist.HashStore(), set(tcp_sockets())
-            gloo = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+            gloo = opened.enter_context(socket.socket(address[0]))
+            gloo.bind((address[1], 0))
+            gloo.listen()
             for rank in silent:
                 store.set(member_links.PLACE.format(rank), f"{'00' * 16} {gloo.getsockname()[1]} 127.0.0.1")
             for _ in range(size if announced is None else announced):
@@ -119,6 +121,14 @@ def test_members_of_different_exchanges_do_not_mix_their_numbers(connected, pool
     for each in both:
         with pytest.raises(RuntimeError, match="another exchange"):
             each.result(LIMIT)
+
+
+@pytest.mark.parametrize(("family", "host"), [(socket.AF_INET6, "::1"), (socket.AF_INET6, "::ffff:127.0.0.1")])
+def test_the_links_are_at_the_address_of_gloo_whatever_its_family(connected, pool, family, host):
+    links = connected(3, address=(family, host))
+    assert largest(pool, links, [torch.tensor([float(rank)]) for rank in range(3)]) == [[2.0]] * 3
+    at = {each.getsockname()[0] for made in links for pair in made._steps for each in pair}
+    assert at == {host.removeprefix("::ffff:")}
 
 
 def test_a_lost_member_ends_the_connecting(connected):

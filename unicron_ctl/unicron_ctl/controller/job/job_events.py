@@ -209,7 +209,7 @@ def _look_now(view: View, job: JobView, count: int) -> bool:
 def _hopeless(view: View, job: JobView) -> Trigger | None:
     reason = mode_of(job.state).why_exhausted(job.state) or must_end(view, job.state)
     if not reason and job.seconds_in_phase(view.now) > BEGIN_SECONDS and not job.has_store():
-        reason = NO_STORE if any(status.state == "waiting" for _, _, status in job.all_ranks()) else None
+        reason = NO_STORE if any(status.state == "waiting" for _, _, status in job.all_ranks()) else ""
     return Trigger(Event.FAILED, reason, code=1) if reason else None
 
 
@@ -218,7 +218,7 @@ def _change(view: View, job: JobView) -> Trigger | None:
     """Newcomers that can be taken in, and elements that the plan takes away."""
     state = job.state
     departing = bool(state.leaving or state.noticed)
-    if not job.ready and not departing or not job.has_store():
+    if (not job.ready and not departing) or not job.has_store():
         return None
     if not departing and not _look_now(view, job, len(job.ready)):
         return None
