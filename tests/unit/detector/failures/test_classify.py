@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unicron_ctl.agent.ranks.ranks import last_words
-from unicron_detector.failures.classify import MAX_TEXT, default_classifier
+from unicron_detector.failures.classify import MAX_TEXT, Classifier, default_classifier
 from unicron_detector.failures.severity import Severity
+from unicron_detector.failures.text_budget import Budget
 
 CORPUS = [json.loads(line) for line in (Path(__file__).parents[3] / "data" / "errors.jsonl").read_text().splitlines()]
 CLASSIFIER = default_classifier()
@@ -471,3 +472,10 @@ KERNEL_LINES = {
 def test_kernel_lines_of_several_drivers(expected, line):
     verdict = CLASSIFIER.match(line, "kernel")
     assert (verdict.cause, int(verdict.severity)) == expected
+
+
+def test_the_exit_of_all_ranks_of_a_job_is_judged_once() -> None:
+    classifier = Classifier()
+    killed = classifier.exit(-9)
+    assert classifier.within(Budget(), "1").exit(-9) is killed != classifier.exit(-9, oom=True)
+    assert classifier.exit(9) != classifier.exit(signal.Signals(9)) == killed, "a number is no signal"

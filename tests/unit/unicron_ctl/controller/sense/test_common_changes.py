@@ -8,6 +8,7 @@ from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.job import candidates
 from unicron_ctl.controller.model.job_state import Phase
 from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.sense.timing import PhaseTimes
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 
@@ -86,3 +87,18 @@ def test_a_node_that_waits_is_asked_once_until_it_changes(monkeypatch: pytest.Mo
     agents[0].set(0, state="starting")
     agents[0].set(0, state="waiting")
     assert set(asked) == {0}
+
+
+def test_limits_are_asked_at_every_tick_without_taking_phases_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect: each tick took in the few reports that had come since the last one, at almost the cost of all at once."""
+    taken: list[int] = []
+    take_in = PhaseTimes.take_in
+    monkeypatch.setattr(PhaseTimes, "take_in", lambda own, steps: taken.append(len(steps)) or take_in(own, steps))
+    world = World()
+    agents = world.start_job(nodes=3)
+    world.iterate("1", 0)
+    taken.clear()
+    (slot,) = agents[0].slots
+    agents[0].step(slot, 1, [0])
+    world.run(0.5)
+    assert not taken
