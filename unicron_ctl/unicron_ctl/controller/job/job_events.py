@@ -208,8 +208,9 @@ def _look_now(view: View, job: JobView, count: int) -> bool:
 
 def _hopeless(view: View, job: JobView) -> Trigger | None:
     reason = mode_of(job.state).why_exhausted(job.state) or must_end(view, job.state)
-    if not reason and job.seconds_in_phase(view.now) > BEGIN_SECONDS and not job.has_store():
-        reason = NO_STORE if any(status.state == "waiting" for _, _, status in job.all_ranks()) else ""
+    if not reason and job.seconds_in_phase(view.now) > BEGIN_SECONDS:
+        waits = any(agent.waits for agent in job.agents.values() if agent.alive)
+        reason = NO_STORE if waits and job.seconds_without_store(view.now) > BEGIN_SECONDS else ""
     return Trigger(Event.FAILED, reason, code=1) if reason else None
 
 

@@ -72,7 +72,7 @@ class Session:
         if nobody:
             return Trigger(Event.NOBODY, nobody)
         if not job.has_store():  # it ended, and its agent starts it again
-            late = job.seconds_in_phase(view.now) > STORE_SECONDS
+            late = job.seconds_without_store(view.now) > STORE_SECONDS
             return Trigger(Event.NOBODY, NO_STORE) if late else None
         return Trigger(Event.REPORTED, "all survivors have stopped", decision=decision)
 

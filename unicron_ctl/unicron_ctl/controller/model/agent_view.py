@@ -72,6 +72,8 @@ class AgentView:
     """slot -> the last status of the process before the present one."""
     waits: bool = False
     """Whether one of its ranks waits to enter, or would."""
+    stored_at: float | None = None
+    """When its last status with a rendezvous store came, or its first status."""
     can_enter: tuple[tuple[object, ...], bool] | None = None
     """Whether all of its ranks can enter, and what of the job that rests on (`job.candidates`). None after a change."""
     fresh: bool = False
@@ -116,6 +118,8 @@ class AgentView:
             return []
         self.status, self.number, self.whole, self.in_step = status, status.number, status.number, -1
         self.whole_at, self.can_enter = now, None
+        if status.store or self.stored_at is None:
+            self.stored_at = now
         ranks, said, changed = self.ranks, status.ranks, []
         self.waits = self.fresh = False
         for slot in self.slots:

@@ -218,6 +218,13 @@ class JobView:
     def has_store(self) -> bool:
         return any(agent.status.store for agent in self.agents.values() if agent.alive)
 
+    def seconds_without_store(self, now: float) -> float:
+        """Return for how long no agent has had a rendezvous store; 0 as long as a living one has one."""
+        if self.has_store():
+            return 0.0
+        since = [agent.stored_at for agent in self.agents.values() if agent.stored_at is not None]
+        return max(0.0, now - max(since, default=now) - self.stalled)
+
     # ------------------------------------------------------------ one slot
     def finished(self, slot: int) -> bool:
         """Whether the slot's present process trained to the end (or its script ended without an error).

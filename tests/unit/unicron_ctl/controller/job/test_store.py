@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.job.job_events import BEGIN_SECONDS
 from unicron_ctl.controller.job.modes import NO_STORE, STORE_SECONDS
@@ -39,6 +41,40 @@ def test_the_job_ends_with_a_line_if_no_store_comes_back() -> None:
     world.run(BEGIN_SECONDS + 5.0)
     assert (ended := world.job().ended) and ended.code == 1 and NO_STORE in ended.reason
     assert "job_set_aside" not in world.kinds()
+    world.check_replay()
+
+
+@pytest.mark.parametrize("gone", ["store", "node"])
+def test_a_job_that_has_waited_long_for_nodes_is_not_ended_when_a_store_goes_for_a_moment(gone: str) -> None:
+    world = World()
+    agents = [FakeAgent(world, "1", element, f"n{element}", nodes=2, min_nodes=2) for element in range(2)]
+    agents[0].register()
+    agents[0].ready()
+    world.run(BEGIN_SECONDS + 60.0)
+    assert world.job().phase is Phase.FORMING
+    agents[0].stored = False
+    agents[0].status()
+    world.run(STORE_SECONDS)
+    if gone == "node":
+        agents[0].silent = True
+        world.run(60.0)
+    assert world.job().phase is Phase.FORMING
+
+
+def test_survivors_that_wait_for_long_keep_their_state_when_a_store_goes_for_a_moment() -> None:
+    world = World(report_timeout=600.0)
+    agents = world.start_job(nodes=3)
+    agents[1].obedient = False
+    agents[0].die(0)
+    world.run(STORE_SECONDS + 10.0)
+    assert world.job().phase is Phase.BREAKING
+    agents[1].obedient = True
+    lose_stores(agents)
+    world.run(20.0)
+    assert world.job().phase is Phase.BREAKING
+    lose_stores(agents, stored=True)
+    world.run(5.0)
+    assert world.job().phase is Phase.RUNNING and "reform" not in world.kinds()
     world.check_replay()
 
 
