@@ -31,8 +31,8 @@ IPV4_PREFIX = "::ffff:"  # before an IPv4 address of an IPv6 socket
 TOKEN_BYTES = 16
 HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")  # the receiver's token, and how many places before it the sender is
 HEAD = struct.Struct("<QI")  # number of the exchange, bytes of the message
+MOST_BYTES = 1 << 14  # of a message: all send before they receive
 POLL_SECONDS = 0.1
-HELLO_SECONDS = 0.2  # for the rest of a peer's hello; a stranger holds a rank up for as long
 CONNECT_SECONDS = 20.0  # for all connections of a rank
 
 
@@ -50,7 +50,9 @@ class MemberLinks:
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the maximum of each number over all members, after all of them have come here. Raises RuntimeError if
-        a peer is gone."""
+        a peer is gone, and ValueError for more numbers than the kernel takes before the peer reads them."""
+        if tensor.nbytes > MOST_BYTES:
+            raise ValueError(f"an exchange of {tensor.nbytes} bytes: all would wait for each other")
         self._count += 1
         largest = tensor
         try:
@@ -64,10 +66,9 @@ class MemberLinks:
         return largest
 
     def _receive(self, coming: socket.socket, size: int) -> bytearray:
-        message = _read(coming, HEAD.size + size)
-        if HEAD.unpack_from(message) != (self._count, size):
+        if HEAD.unpack(_read(coming, HEAD.size)) != (self._count, size):
             raise RuntimeError("a member is in another exchange than this rank")
-        return message[HEAD.size :]
+        return _read(coming, size)
 
     def close(self) -> None:
         """End the connections. What was sent still arrives."""
@@ -164,7 +165,7 @@ def _accept(
     check: Callable[[], None],
 ) -> None:
     """Accept one connection for each step. Whoever does not know the token is a stranger."""
-    came = dict[int, socket.socket]()  # by descriptor; they have said nothing yet
+    came = dict[int, tuple[socket.socket, bytearray]]()  # by descriptor, with what they have said so far
     listener.setblocking(False)
     with selectors.PollSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -175,28 +176,44 @@ def _accept(
                     if key.fd == listener.fileno():
                         with contextlib.suppress(OSError):
                             peer, _address = listener.accept()
-                            came[peer.fileno()] = peer
+                            peer.setblocking(False)
+                            came[peer.fileno()] = peer, bytearray()
                             selector.register(peer, selectors.EVENT_READ)
                         continue
+                    peer, said = came[key.fd]
+                    if _says_more(peer, said):
+                        continue
                     selector.unregister(key.fd)
-                    peer = came.pop(key.fd)
-                    step = _greeting(peer, token)
+                    del came[key.fd]
+                    step = _greeting(bytes(said), token)
                     if step in steps and step not in coming:
                         coming[step] = peer
                     else:
                         peer.close()
         finally:
-            for peer in came.values():
+            for peer, _ in came.values():
                 peer.close()
 
 
-def _greeting(peer: socket.socket, token: bytes) -> int:
+def _says_more(peer: socket.socket, said: bytearray) -> bool:
+    """Read what a peer has sent of its hello; return whether the rest is still to come. It never waits, so that no
+    stranger holds this rank up."""
+    try:
+        data = peer.recv(HELLO.size - len(said))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    said += data
+    return bool(data) and len(said) < HELLO.size
+
+
+def _greeting(said: bytes, token: bytes) -> int:
     """Return the step that a peer names; 0 for a stranger."""
-    peer.settimeout(HELLO_SECONDS)
-    with contextlib.suppress(OSError):
-        found, step = HELLO.unpack(_read(peer, HELLO.size))
-        return int(step) if secrets.compare_digest(found, token) else 0
-    return 0
+    if len(said) != HELLO.size:
+        return 0
+    found, step = HELLO.unpack(said)
+    return int(step) if secrets.compare_digest(found, token) else 0
 
 
 def _read(coming: socket.socket, size: int) -> bytearray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -139,13 +140,13 @@ def test_a_lost_member_ends_the_connecting(connected):
 
 
 def test_a_stranger_is_not_taken_for_a_member(connected, pool, monkeypatch):
-    """Strangers come before each member: one says nothing that is right, the other names a wrong token, the third goes
-    at once."""
+    """Strangers come before each member: one says nothing that is right, one names a wrong token, one begins to say
+    something and stays, one goes at once."""
     dial, came = member_links._dial, []
 
     def strangers_first(place, step, check):
         _, port, host = place.split(" ", 2)
-        for said in (b"GET / HTTP/1.1\r\n\r\n--", HELLO.pack(bytes(16), step), b""):
+        for said in (b"GET / HTTP/1.1\r\n\r\n--", HELLO.pack(bytes(16), step), b"GET", b""):
             came.append(socket.create_connection((host, int(port))))
             came[-1].sendall(said)
             if not said:
@@ -157,3 +158,23 @@ def test_a_stranger_is_not_taken_for_a_member(connected, pool, monkeypatch):
     assert largest(pool, links, [torch.tensor([float(rank)]) for rank in range(3)]) == [[2.0]] * 3
     for each in came:
         each.close()
+
+
+def test_a_stranger_that_says_little_holds_nobody_up():
+    """A hello in single bytes is read as they come, between two looks at what else happens."""
+    with contextlib.closing(socket.socket()) as peer, socket.create_server(("127.0.0.1", 0)) as listener:
+        peer.connect(listener.getsockname())
+        came, _ = listener.accept()
+        came.setblocking(False)
+        said = bytearray()
+        assert member_links._says_more(came, said) and not said
+        peer.sendall(b"G")
+        assert select.select([came], [], [], LIMIT)[0]
+        assert member_links._says_more(came, said) and said == b"G"
+        came.close()
+
+
+def test_more_than_the_kernel_takes_is_refused(connected):
+    links = connected(2)
+    with pytest.raises(ValueError, match="an exchange of 80000 bytes"):
+        links[0].largest(torch.zeros(10_000, dtype=torch.float64))
