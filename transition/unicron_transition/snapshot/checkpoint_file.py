@@ -230,6 +230,12 @@ class Aside:
         return self._done is not None and (not self._done.done() or self._path.exists())
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether the next checkpoint has to wait for this file. Of the nodes with slices only the first one counts: it
+        writes the slices of an agent that hangs, and that agent must not stop all further checkpoints."""
+        return self.is_open and not slice_in(self._path).number
+
+    @property
     def error(self) -> BaseException | None:
         """Why it could not be set aside; None if it was, or still could be, or if the first node also writes this slice
         then."""

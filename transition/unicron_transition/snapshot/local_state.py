@@ -103,6 +103,11 @@ class LocalState:
         return self._filing is not None and self._filing.is_open
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether the next checkpoint has to wait for that file."""
+        return self._filing is not None and self._filing.is_awaited
+
+    @property
     def asked(self) -> bool:
         """Whether a checkpoint was requested, or the image for the last one could not be set aside."""
         return self._asked or (self._filing is not None and self._filing.error is not None)
