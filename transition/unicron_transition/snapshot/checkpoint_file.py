@@ -59,7 +59,7 @@ Write = Callable[[Data], None]
 LEAST_SLICE = 64 << 20  # bytes; smaller slices save little time
 MOST_SLICES = 8  # slices of a file: every rank that reads a checkpoint opens all of its files
 _SLICE = re.compile(r"\.slice-(\d+)-of-(\d+)\.")
-DAMAGE_SUFFIX = "damaged"  # the suffix of a file that describes damage to the other files of its mark
+DAMAGE_SUFFIX = "damaged"  # of a file that says that another one is damaged, or one of the files of a mark
 
 
 class Slice(NamedTuple):
@@ -148,9 +148,9 @@ def unfinished_path(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def writing(path: Path, key: Key, head: bytes, size: int, mark: str) -> Iterator[Write]:
+def writing(path: Path, key: Key, head: bytes, size: int) -> Iterator[Write]:
     """Write a file with `size` bytes of data, which the body passes to the function piece by piece. The file gets its
-    name when it is on disk, and is removed after an error. mark: of the file's name. Raises OSError."""
+    name when it is on disk, and is removed after an error. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new, total = unfinished_path(path), DataDigest()
     try:
@@ -166,12 +166,29 @@ def writing(path: Path, key: Key, head: bytes, size: int, mark: str) -> Iterator
             file.write(file_front(key, head, size, total.digest()))
             file.flush()
             os.fsync(file.fileno())
+        _mark_each_damaged(path)
         new.replace(path)
-        with contextlib.suppress(FileNotFoundError):
-            (path.parent / f"{mark}.{DAMAGE_SUFFIX}").unlink()
+        _damage_note(path).unlink(missing_ok=True)
     finally:
         with contextlib.suppress(OSError):  # on a broken file system this can fail too
             new.unlink()
+
+
+def _damage_note(path: Path, of_mark: bool = False) -> Path:
+    """Return the path of the note that the checkpoint file `path` is damaged. of_mark: or any other file of its
+    mark."""
+    return path.with_name(f"{path.name.split('.')[0] if of_mark else path.name}.{DAMAGE_SUFFIX}")
+
+
+def _mark_each_damaged(path: Path) -> None:
+    """Replace the note that a file of the mark of `path` is damaged by a note for each of its files. A reader does not
+    know which one it is, so the checkpoint counts again only when all of them have been written anew. Raises
+    OSError."""
+    of_all = _damage_note(path, of_mark=True)
+    if of_all.exists():
+        for each in path.parent.glob(f"{of_all.stem}.*{SUFFIX}"):
+            _damage_note(each).touch()
+        of_all.unlink(missing_ok=True)
 
 
 class Destination(NamedTuple):
@@ -301,7 +318,7 @@ def persist(
     found: ImagePage, folder: Path, pace: Callable[[int], None] = lambda size: None, cut: Slice = WHOLE
 ) -> Path:
     """Write an image, or a slice of a STATE image, to its file in the folder of checkpoints `folder`, and return the
-    file's path. An existing file is kept unless its checkpoint was found damaged.
+    file's path. An existing file is kept unless it was found damaged.
 
     pace: called with the size of each piece after it was written; it can wait, or raise an error to stop. Raises
     BadImage if the image is damaged or overwritten meanwhile, or if its untrained tensors are gone, OSError.
@@ -314,7 +331,7 @@ def persist(
     head = found.head()
     untrained = _untrained_of(found, head)
     size = found.data_bytes if untrained is None else behind(found.data_bytes) + untrained.data_bytes
-    with writing(path, found.key, head, size, _mark_in(path)) as write:
+    with writing(path, found.key, head, size) as write:
         _copy(found, write, pace)
         if untrained is not None:
             write(bytes(behind(found.data_bytes) - found.data_bytes))
@@ -335,19 +352,15 @@ def _persist_slice(found: ImagePage, folder: Path, pace: Callable[[int], None], 
     path = folder / folder_name(found.key.iteration) / name
     if _is_there(path):
         return path
-    with writing(path, found.key, replace(head, about=about).pack(), end - begin, _mark_in(path)) as write:
+    with writing(path, found.key, replace(head, about=about).pack(), end - begin) as write:
         _copy_range(found, write, pace, begin, end)
         _check_same(found)
     return path
 
 
-def _mark_in(path: Path) -> str:
-    return path.name.split(".")[0]
-
-
 def _is_there(path: Path) -> bool:
-    """Whether a file exists, and its checkpoint was not found damaged."""
-    return path.exists() and not path.with_name(f"{_mark_in(path)}.{DAMAGE_SUFFIX}").exists()
+    """Whether a file exists, and was not found damaged."""
+    return path.exists() and not any(_damage_note(path, of_mark).exists() for of_mark in (False, True))
 
 
 def _check_same(found: ImagePage) -> None:

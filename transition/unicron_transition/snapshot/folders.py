@@ -141,7 +141,7 @@ class FileInProgress(NamedTuple):
     iteration: int
     part: Part
     whole: bool
-    """Whether it is complete, with all of its slices, and its checkpoint was not found damaged."""
+    """Whether it is complete, with all of its slices, and was not found damaged."""
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -216,13 +216,13 @@ def _sets(folder: Path) -> list[tuple[Path, ...]]:
 
 
 def _whole_files(names: set[str]) -> dict[tuple[str, Part], tuple[str, ...]]:
-    """Return the name of the file of each mark and part, or the names of all slices of it. Checkpoints that were found
-    damaged have none."""
+    """Return the name of the file of each mark and part, or the names of all slices of it. A file that was found damaged,
+    or whose mark was, is not among them."""
     found: dict[tuple[str, Part], tuple[str, ...]] = {}
     slices: dict[tuple[str, Part, int, str], dict[int, str]] = defaultdict(dict)
     for name in names:
         file = _FILE.fullmatch(name)
-        if file is None or f"{file[1]}.{DAMAGE_SUFFIX}" in names:
+        if file is None or not names.isdisjoint({f"{file[1]}.{DAMAGE_SUFFIX}", f"{name}.{DAMAGE_SUFFIX}"}):
             continue
         if file[6] is None:
             found[file[1], _part_in(file)] = (name,)

@@ -146,6 +146,23 @@ def test_a_torn_slice_is_found_and_the_checkpoint_before_is_used(tmp_path, how, 
     assert Checkpoints(saves).load(found) == 2 and same(everything(found), everything(before))
 
 
+def test_what_was_found_damaged_counts_again_when_each_of_its_slices_was_written_anew(tmp_path):
+    """The training goes on from the checkpoint before, and computes the same iteration again. The damage is in slice
+    1."""
+    state, saves, found = training(), tmp_path / "saves", training(seed=7)
+    Checkpoints(saves).save_last(training(seed=5), 2, WRITER)
+    nodes = [image_of(tmp_path / f"node{number}", state) for number in (0, 1)]
+    flip(written(nodes[0], saves, 2)[1])
+    assert Checkpoints(saves).load(found) == 2 and [each.iteration for each in folders.whole(saves)] == [2]
+    written(nodes[0], saves, 2, 0)
+    assert [each.iteration for each in folders.whole(saves)] == [2]
+    assert folders.prune(saves, 1) == 2, "the checkpoint before stays"
+    written(nodes[1], saves, 2, 1)
+    assert [each.iteration for each in folders.whole(saves)] == [4, 2] and not list(saves.glob("*/*.damaged"))
+    assert own.check(folders.whole(saves)[0]) == []
+    assert Checkpoints(saves).load(found) == 4 and same(everything(state), everything(found))
+
+
 def test_of_a_whole_file_and_slices_one_is_read(tmp_path):
     found = image_of(tmp_path / "node", training())
     paths = written(found, tmp_path / "saves", 2)
