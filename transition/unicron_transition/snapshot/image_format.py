@@ -38,6 +38,7 @@ STATE, USER, SHARD, UNTRAINED_KIND = "state", "user", "shard", "untrained"
 COPY_KINDS = (STATE, USER, SHARD, UNTRAINED_KIND)  # kinds of which other nodes get copies
 SAME = "replicated"  # the mark of a state that is the same in all ranks
 FOLDER = "UNICRON_MEMORY"  # the variable with which the agent gives its ranks the folder
+NEWEST = "UNICRON_IMAGE_FORMAT"  # and that with the newest format that it reads; release 0.2 sets none
 DIGEST = 16  # bytes
 LEAF = 1 << 20  # bytes
 MOST_THREADS = 8  # that read one image: more would only wait for the memory
@@ -403,6 +404,12 @@ def memory_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
     """Return the folder for a rank's images, None if no memory outlives this process."""
     name = environment.get(FOLDER)
     return Path(name) if name else None
+
+
+def agent_reads_images(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this rank's agent, which an upgrade leaves in place until the step's end, reads the rank's images."""
+    number = environment.get(NEWEST) or ""
+    return number.isdecimal() and int(number) >= IMAGE.number
 
 
 def inventory(folder: Path, on_bad: Callable[[BadImage], None] = lambda error: None) -> Iterator[ImagePage]:

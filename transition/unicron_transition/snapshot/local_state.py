@@ -11,6 +11,7 @@ from unicron_detector.processes.rank_messages import Cut, Fetch, MemoryMessage, 
 from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
 from unicron_transition.snapshot.checkpoint_file import Aside, Destination, note_destination
 from unicron_transition.snapshot.cuts import Cuts
+from unicron_transition.snapshot.image_format import agent_reads_images
 from unicron_transition.snapshot.migrate import TrainingState
 
 
@@ -122,6 +123,12 @@ class LocalState:
         self._asked = False
         if self._filing is not None and self._filing.error is not None:
             self._filing.forget()
+
+    @property
+    def agent_makes_files(self) -> bool:
+        """Whether the agent makes files of what this rank sets aside. One of an earlier release would take its images
+        for damaged and remove them."""
+        return agent_reads_images() and self.note_destination()
 
     def note_destination(self) -> bool:
         """Leave the folder of checkpoints in a note for the agent; False if there is none, or that fails."""
