@@ -67,8 +67,8 @@ def _folders(folder: Path) -> list[tuple[int, Path]]:
 
 
 def prunes(key: Key) -> bool:
-    """Whether the writer of this part removes older checkpoints. Only one writer does, since that lists all files.
-    Without its part no checkpoint is whole, so it never comes too early."""
+    """Whether the writer of this part removes older checkpoints. Of its slices each writer does, since one of them
+    could be the last that can write; the others do not, since that lists all files. Without its part no checkpoint is whole, so it never comes too early."""
     return key.place == 0 and key.shard == 0
 
 

@@ -46,7 +46,7 @@ class Files:
         self._cuts: Sequence[int] = ()
         self._reported: set[str] = set()  # errors of looks
         self._slices = OpenSlices()
-        self._first = -1  # the iteration of which this agent wrote the first part, until older ones are removed
+        self._first = -1  # the iteration of which the first part is complete, until older ones are removed
         self._prune_at = self._pause = 0.0
         self._ends, self._last_look = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="unicron-files", daemon=True)
@@ -111,13 +111,13 @@ class Files:
         if cut.of > 1:
             self._slices.add(found, cut)
         else:
-            self._finish(found, where, cut)
+            self._finish(found, where)
 
     def _finish_slices(self, where: checkpoint_file.Destination) -> None:
         """Release the images whose files are complete, and write slices in place of nodes that do not."""
         complete, due = self._slices.look_at_files(time.monotonic(), partial(folders.files_in_progress, where.folder))
         for found in complete:
-            self._finish(found, where, slice_in(found.path))
+            self._finish(found, where)
         for found, cut in due:
             self._write(found, where, [cut._replace(number=number) for number in range(cut.of)])
 
@@ -136,14 +136,14 @@ class Files:
             self._release(found)
             return False
 
-    def _finish(self, found: ImagePage, where: checkpoint_file.Destination, cut: Slice) -> None:
+    def _finish(self, found: ImagePage, where: checkpoint_file.Destination) -> None:
         """Note that the file of an image is complete."""
         iteration = found.key.iteration
         folder = where.folder / checkpoint_file.folder_name(iteration)
         self._log_change(f"the training state of iteration {iteration} was saved in {folder}", False)
         self.results.put(iteration)
         self._release(found)
-        if folders.prunes(found.key) and cut.number == 0:
+        if folders.prunes(found.key):
             self._first, self._prune_at, self._pause = iteration, 0.0, FILE_LOOK_SECONDS
 
     def _release(self, found: ImagePage) -> None:
