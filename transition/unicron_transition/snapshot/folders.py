@@ -165,6 +165,16 @@ def files_in_progress(folder: Path, iteration: int) -> Iterator[FileInProgress]:
                 yield FileInProgress(path / name, at, _part_in(file), name in sound)
 
 
+def slices_of_other_states(own: Path, files: Iterable[FileInProgress]) -> list[int]:
+    """Return the numbers of the slices that do not go together with the slice `own`, since the nodes that wrote them
+    hold another state of the same place and iteration."""
+    mine = _FILE.match(own.name)
+    assert mine is not None
+    found = [file for each in files if (file := _FILE.match(each.path.name)) and each.path.parent == own.parent]
+    others = [each for each in found if each.groups()[:5] == mine.groups()[:5] and each[7] == mine[7]]
+    return sorted({int(each[6]) for each in others if each[8] != mine[8]})
+
+
 def _part_in(file: re.Match[str]) -> Part:
     return tuple(map(int, file.groups()[1:5]))
 

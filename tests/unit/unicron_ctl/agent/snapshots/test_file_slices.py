@@ -160,6 +160,18 @@ def test_a_state_that_differs_in_one_node_makes_no_checkpoint_with_the_others(tm
     (found,) = folders.whole(nodes[0].saves)
     assert len(found.paths) == 2 and len({path.name.split(".")[-2] for path in found.paths}) == 1
     assert is_sound(nodes[0].saves, 0) or is_sound(nodes[0].saves, 1)
+    for node in nodes:
+        text = f"slice {node.number} of 2, of this node, and slice {1 - node.number} are of different states"
+        assert [text in line for line in node.said].count(True) <= 1
+    assert any("are of different states" in line for node in nodes for line in node.said), "the user is told"
+
+
+def test_nobody_is_told_of_replicas_that_agree(nodes: list[Node], impatient) -> None:
+    writers = [each.start() for each in nodes[:2]]
+    wait_for(lambda: iterations(nodes[0].saves), "the checkpoint")
+    for writer in writers:
+        writer.close(20.0)
+    assert not any("different states" in line for node in nodes for line in node.said)
 
 
 def test_what_memory_has_damaged_in_one_node_comes_from_another(nodes: list[Node], impatient) -> None:
