@@ -20,6 +20,7 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,8 @@ from unicron_transition.snapshot.reading import PlainValues, open_plain, read_in
 NOTE = "files.msgpack"  # the note beside the images with the folder of their checkpoints
 ASIDE = "due-"  # the start of the second name of an image
 PIECE = 1 << 22  # bytes
+SYNC_BYTES = 64 << 20  # are written before they are put on disk: a slow disk's file then grows while others look at it
+TOUCH_SECONDS = 1.0  # between two signs of life while a file does not grow
 WORD = 8  # bytes: the untrained tensors begin at a multiple
 Write = Callable[[Data], None]
 LEAST_SLICE = 64 << 20  # bytes; smaller slices save little time
@@ -152,20 +155,29 @@ def writing(path: Path, key: Key, head: bytes, size: int) -> Iterator[Write]:
     """Write a file with `size` bytes of data, which the body passes to the function piece by piece. The file gets its
     name when it is on disk, and is removed after an error. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new, total = unfinished_path(path), DataDigest()
+    new, total, unsynced = unfinished_path(path), DataDigest(), 0
     try:
         with new.open("wb") as file:
 
+            def sync() -> None:
+                nonlocal unsynced
+                file.flush()
+                os.fsync(file.fileno())
+                unsynced = 0
+
             def write(data: Data) -> None:
+                nonlocal unsynced
                 file.write(data)
                 total.update(data)
+                unsynced += len(data)
+                if unsynced >= SYNC_BYTES:
+                    sync()
 
             file.write(file_front(key, head, size, bytes(DIGEST)))
             yield write
             file.seek(0)
             file.write(file_front(key, head, size, total.digest()))
-            file.flush()
-            os.fsync(file.fileno())
+            sync()
         _mark_each_damaged(path)
         new.replace(path)
         _damage_note(path).unlink(missing_ok=True)
@@ -353,7 +365,7 @@ def _persist_slice(found: ImagePage, folder: Path, pace: Callable[[int], None], 
     if _is_there(path):
         return path
     with writing(path, found.key, replace(head, about=about).pack(), end - begin) as write:
-        _copy_range(found, write, pace, begin, end)
+        _copy_range(found, write, pace, begin, end, _toucher(unfinished_path(path)))
         _check_same(found)
     return path
 
@@ -386,10 +398,26 @@ def _copy(found: ImagePage, write: Write, pace: Callable[[int], None]) -> None:
         raise BadImage(f"{found.path}: its data do not match their checksum")
 
 
-def _copy_range(found: ImagePage, write: Write, pace: Callable[[int], None], begin: int, end: int) -> None:
+def _toucher(path: Path) -> Callable[[], None]:
+    """Return a function that shows, now and then, that the unfinished file `path` has a living writer."""
+    due = 0.0
+
+    def touch() -> None:
+        nonlocal due
+        if (now := time.monotonic()) >= due:
+            due = now + TOUCH_SECONDS
+            os.utime(path)
+
+    return touch
+
+
+def _copy_range(
+    found: ImagePage, write: Write, pace: Callable[[int], None], begin: int, end: int, on_checked: Callable[[], None]
+) -> None:
     """Write some of the data of an image. All are checked first, in several threads, since only all of them have a
-    checksum; then each leaf that is written must have the digest that it had in this check."""
-    leaves = found.check_file(reading_threads())
+    checksum; then each leaf that is written must have the digest that it had in this check. on_checked: called after
+    each leaf of the check."""
+    leaves = found.check_file(reading_threads(), on_checked)
     with open_plain(found.path) as image:
         for at in range(begin // LEAF * LEAF, end, LEAF):
             leaf = memoryview(bytearray(min(LEAF, found.data_bytes - at)))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import time
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -216,8 +219,8 @@ def test_a_byte_that_changes_between_the_check_and_the_copy_is_found(tmp_path, m
     made = image_of(tmp_path / "node", large())
     check = ImagePage.check_file
 
-    def checked(self: ImagePage, threads: int = 1) -> list[bytes]:
-        leaves = check(self, threads)
+    def checked(self: ImagePage, *more: Any) -> list[bytes]:
+        leaves = check(self, *more)
         flip(self.path)
         return leaves
 
@@ -225,3 +228,26 @@ def test_a_byte_that_changes_between_the_check_and_the_copy_is_found(tmp_path, m
     with pytest.raises(BadImage, match="changed while it was copied"):
         written(made, tmp_path / "saves", 2)
     assert not list(tmp_path.glob("saves/*/*slice-1-of-2*"))
+
+
+def test_others_see_that_a_node_is_at_work_before_it_writes_and_while_its_disk_is_slow(tmp_path, monkeypatch):
+    """Else they would write its slice as well."""
+    made, saves, seen, sizes = image_of(tmp_path / "node", large()), tmp_path / "saves", [], []
+    utime, sync = os.utime, os.fsync
+
+    def touched(path: Path) -> None:
+        time.sleep(0.01)  # the clock of files is coarse
+        utime(path)
+        seen.append([each.progress for each in folders.files_in_progress(saves, 4) if not each.whole])
+
+    def synced(descriptor: int) -> None:
+        sync(descriptor)
+        sizes.append(os.fstat(descriptor).st_size)
+
+    monkeypatch.setattr(checkpoint_file, "TOUCH_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint_file, "SYNC_BYTES", LEAF)
+    monkeypatch.setattr(os, "utime", touched)
+    monkeypatch.setattr(os, "fsync", synced)
+    written(made, saves, 2, 0)
+    assert len({tuple(each) for each in seen}) >= 3, "while the image is checked"
+    assert len(set(sizes)) >= 3, "while it is written"
