@@ -67,8 +67,9 @@ def _folders(folder: Path) -> list[tuple[int, Path]]:
 
 
 def prunes(key: Key) -> bool:
-    """Whether the writer of this part removes older checkpoints. Of its slices each writer does, since one of them
-    could be the last that can write; the others do not, since that lists all files. Without its part no checkpoint is whole, so it never comes too early."""
+    """Whether the writer of this part removes older checkpoints. Of its slices each writer does, since it could be the
+    only one that can write; writers of other parts do not, since that lists all files. Without this part no checkpoint
+    is whole, so it never comes too early."""
     return key.place == 0 and key.shard == 0
 
 
@@ -226,8 +227,8 @@ def _sets(folder: Path) -> list[tuple[Path, ...]]:
 
 
 def _whole_files(names: set[str]) -> dict[tuple[str, Part], tuple[str, ...]]:
-    """Return the name of the file of each mark and part, or the names of all slices of it. A file that was found damaged,
-    or whose mark was, is not among them."""
+    """Return the name of the file of each mark and part, or the names of all slices of it. A file that was found
+    damaged, or whose mark was, is not among them."""
     found: dict[tuple[str, Part], tuple[str, ...]] = {}
     slices: dict[tuple[str, Part, int, str], dict[int, str]] = defaultdict(dict)
     for name in names:

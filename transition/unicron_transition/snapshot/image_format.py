@@ -280,9 +280,7 @@ class ImagePage:
         OSError."""
         return self.fill((), threads, on_leaf)
 
-    def fill(
-        self, wants: Iterable[Want], threads: int = 1, on_leaf: Callable[[], None] = lambda: None
-    ) -> list[bytes]:
+    def fill(self, wants: Iterable[Want], threads: int = 1, on_leaf: Callable[[], None] = lambda: None) -> list[bytes]:
         """Read bytes of the data from the file to their places, which are apart, and check all data. Returns the
         digests of the leaves. on_leaf: called after each leaf, in any of the threads; it can raise an error to stop.
 

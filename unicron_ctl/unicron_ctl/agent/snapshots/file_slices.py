@@ -18,13 +18,15 @@ from unicron_transition.snapshot.image_format import ImagePage
 
 TURN_SECONDS = 5.0  # without a sign of the other nodes; the first node waits once, the second twice, ...
 LEAST_PAUSE, MOST_PAUSE = 0.5, 2.0  # seconds between two looks at the folder; it doubles
+
+
 class Findings(NamedTuple):
-    """What a look at the folder has shown."""
+    """The results of one look at the folder."""
 
     complete: list[ImagePage]
     """The images whose files are complete."""
     due: list[ImagePage]
-    """Those of which this node must write the other slices."""
+    """The images of which this node must write the other slices."""
     differing: list[tuple[Path, list[int]]]
     """Slices of this node, and the numbers of those with which they do not go together, once for each state."""
 
