@@ -14,8 +14,9 @@ import pytest
 from tests.support import proof
 from tests.support.moments import fault
 from tests.support.rank_harness import Ranks
+from unicron_detector.formats import IMAGE
 from unicron_transition.snapshot import checkpoint_file
-from unicron_transition.snapshot.image_format import inventory
+from unicron_transition.snapshot.image_format import ImagePage, inventory
 
 pytestmark = pytest.mark.process
 
@@ -139,18 +140,21 @@ def test_what_is_not_trained_comes_from_memory_too(tmp_path, memory):
 
 
 # ---------------------------------------------------------------- what lies there is not as it was written
-def first_life(out: Path, memory: Path, **settings: str) -> None:
+def first_life(out: Path, memory: Path, **settings: str) -> list[ImagePage]:
     """All ranks are killed, and stay away; generations are counted anew afterwards, as after a log was lost. What was
-    set aside becomes files, as an agent makes them."""
+    set aside becomes files, as an agent makes them; this is returned."""
     layout, size, count = SHAPES["dp"]
-    environment = {**SLOW, "TINY_LAYOUT": layout, "UNICRON_MEMORY": str(memory), **settings}
+    agent = {"UNICRON_MEMORY": str(memory), "UNICRON_IMAGE_FORMAT": str(IMAGE.number)}
+    environment = {**SLOW, "TINY_LAYOUT": layout, **agent, **settings}
     late = all_at("dp", "fetch", kind="late", delay=0.1)
     ranks = Ranks(out, count, late, fork=True, replica=size, **environment)
     ranks.drive()
     assert set(map(tuple, ranks.exits.values())) == {(-14,)}
-    for found in checkpoint_file.asides(memory):
+    set_aside = checkpoint_file.asides(memory)
+    for found in set_aside:
         checkpoint_file.persist(found, Path(settings["TINY_CHECKPOINTS"]))
         checkpoint_file.release_aside(found.path)
+    return set_aside
 
 
 def images(memory: Path, shard: int) -> list[Path]:
@@ -196,11 +200,14 @@ def test_both_holders_of_a_shard_are_lost_and_the_state_before_it_is_whole(tmp_p
     same_training(tmp_path, undisturbed("dp"), "dp")
 
 
+@pytest.mark.parametrize("agent_reads", [str(IMAGE.number), ""], ids=["agent", "agent of 0.2"])
 def test_both_holders_of_a_shard_are_lost_and_the_job_goes_on_from_the_file_and_says_so(
-    tmp_path, memory, undisturbed, capfd
+    tmp_path, memory, undisturbed, capfd, agent_reads
 ):
+    """For an agent that does not read their images the ranks write the file."""
     saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves")}
-    first_life(tmp_path, memory, **saves)
+    set_aside = first_life(tmp_path, memory, **saves, UNICRON_IMAGE_FORMAT=agent_reads)
+    assert bool(set_aside) == bool(agent_reads)
     for path in images(memory, 1):
         flip(path)
     ranks = train(tmp_path, "dp", [], UNICRON_MEMORY=str(memory), **saves)

@@ -50,13 +50,13 @@ class SaveSchedule:
 
     @property
     def busy(self) -> bool:
-        """Whether the agent is still making a file of what this rank has set aside."""
-        return self._local.is_filing
+        """Whether the next checkpoint has to wait for the file of what this rank has set aside."""
+        return self._local.is_awaited
 
     def begin_iteration(self) -> None:
         """Forget the last commit, and note how long the file of the last checkpoint took."""
         self._commit = CommitResult()
-        if self._filing_since is not None and not self.busy:
+        if self._filing_since is not None and not self._local.is_filing:
             if self._clock is not None:
                 self._clock.note_written(time.monotonic() - self._filing_since)
             self._filing_since = None

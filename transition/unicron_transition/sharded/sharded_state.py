@@ -204,7 +204,7 @@ class ShardedState(LocalState):
 
     def set_aside(self, iteration: int, members: Sequence[int], generation: int, writer: Writer) -> bool:
         image = self._untrained.image if self._files_untrained else None
-        return self.note_destination() and self.shards.set_aside(iteration, image)
+        return self.agent_makes_files and self.shards.set_aside(iteration, image)
 
     def file_writer(self, writer: Writer) -> Writer:
         return replace(writer, shards=self.shards.mark)

@@ -333,7 +333,7 @@ class Checkpoints:
         path, begun = self.folder / folder_name(iteration) / writer.name, time.monotonic()
         try:
             self._pruned(iteration, writer)  # the checkpoint before is whole by now
-            with writing(path, writer.key(iteration), head, data.numel(), writer.mark) as write:
+            with writing(path, writer.key(iteration), head, data.numel()) as write:
                 write(data.numpy().data)
             if self.clock is not None:
                 self.clock.note_written(time.monotonic() - begun)

@@ -20,6 +20,7 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -54,12 +55,14 @@ from unicron_transition.snapshot.reading import PlainValues, open_plain, read_in
 NOTE = "files.msgpack"  # the note beside the images with the folder of their checkpoints
 ASIDE = "due-"  # the start of the second name of an image
 PIECE = 1 << 22  # bytes
+SYNC_BYTES = 64 << 20  # are written before they are put on disk: a slow disk's file then grows while others look at it
+TOUCH_SECONDS = 1.0  # between two signs of life while a file does not grow
 WORD = 8  # bytes: the untrained tensors begin at a multiple
 Write = Callable[[Data], None]
 LEAST_SLICE = 64 << 20  # bytes; smaller slices save little time
 MOST_SLICES = 8  # slices of a file: every rank that reads a checkpoint opens all of its files
 _SLICE = re.compile(r"\.slice-(\d+)-of-(\d+)\.")
-DAMAGE_SUFFIX = "damaged"  # the suffix of a file that describes damage to the other files of its mark
+DAMAGE_SUFFIX = "damaged"  # of a file that says that another one is damaged, or one of the files of a mark
 
 
 class Slice(NamedTuple):
@@ -148,30 +151,56 @@ def unfinished_path(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def writing(path: Path, key: Key, head: bytes, size: int, mark: str) -> Iterator[Write]:
+def writing(path: Path, key: Key, head: bytes, size: int) -> Iterator[Write]:
     """Write a file with `size` bytes of data, which the body passes to the function piece by piece. The file gets its
-    name when it is on disk, and is removed after an error. mark: of the file's name. Raises OSError."""
+    name when it is on disk, and is removed after an error. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new, total = unfinished_path(path), DataDigest()
+    new, total, unsynced = unfinished_path(path), DataDigest(), 0
     try:
         with new.open("wb") as file:
 
+            def sync() -> None:
+                nonlocal unsynced
+                file.flush()
+                os.fsync(file.fileno())
+                unsynced = 0
+
             def write(data: Data) -> None:
+                nonlocal unsynced
                 file.write(data)
                 total.update(data)
+                unsynced += len(data)
+                if unsynced >= SYNC_BYTES:
+                    sync()
 
             file.write(file_front(key, head, size, bytes(DIGEST)))
             yield write
             file.seek(0)
             file.write(file_front(key, head, size, total.digest()))
-            file.flush()
-            os.fsync(file.fileno())
+            sync()
+        _mark_each_damaged(path)
         new.replace(path)
-        with contextlib.suppress(FileNotFoundError):
-            (path.parent / f"{mark}.{DAMAGE_SUFFIX}").unlink()
+        _damage_note(path).unlink(missing_ok=True)
     finally:
         with contextlib.suppress(OSError):  # on a broken file system this can fail too
             new.unlink()
+
+
+def _damage_note(path: Path, of_mark: bool = False) -> Path:
+    """Return the path of the note that the checkpoint file `path` is damaged. of_mark: or any other file of its
+    mark."""
+    return path.with_name(f"{path.name.split('.')[0] if of_mark else path.name}.{DAMAGE_SUFFIX}")
+
+
+def _mark_each_damaged(path: Path) -> None:
+    """Replace the note that a file of the mark of `path` is damaged by a note for each of its files. A reader does not
+    know which one it is, so the checkpoint counts again only when all of them have been written anew. Raises
+    OSError."""
+    of_all = _damage_note(path, of_mark=True)
+    if of_all.exists():
+        for each in path.parent.glob(f"{of_all.stem}.*{SUFFIX}"):
+            _damage_note(each).touch()
+        of_all.unlink(missing_ok=True)
 
 
 class Destination(NamedTuple):
@@ -228,6 +257,12 @@ class Aside:
     def is_open(self) -> bool:
         """Whether the agent has yet to make its file."""
         return self._done is not None and (not self._done.done() or self._path.exists())
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the next checkpoint has to wait for this file. Of the nodes with slices only the first one counts: it
+        writes the slices of an agent that hangs, and that agent must not stop all further checkpoints."""
+        return self.is_open and not slice_in(self._path).number
 
     @property
     def error(self) -> BaseException | None:
@@ -295,7 +330,7 @@ def persist(
     found: ImagePage, folder: Path, pace: Callable[[int], None] = lambda size: None, cut: Slice = WHOLE
 ) -> Path:
     """Write an image, or a slice of a STATE image, to its file in the folder of checkpoints `folder`, and return the
-    file's path. An existing file is kept unless its checkpoint was found damaged.
+    file's path. An existing file is kept unless it was found damaged.
 
     pace: called with the size of each piece after it was written; it can wait, or raise an error to stop. Raises
     BadImage if the image is damaged or overwritten meanwhile, or if its untrained tensors are gone, OSError.
@@ -308,7 +343,7 @@ def persist(
     head = found.head()
     untrained = _untrained_of(found, head)
     size = found.data_bytes if untrained is None else behind(found.data_bytes) + untrained.data_bytes
-    with writing(path, found.key, head, size, _mark_in(path)) as write:
+    with writing(path, found.key, head, size) as write:
         _copy(found, write, pace)
         if untrained is not None:
             write(bytes(behind(found.data_bytes) - found.data_bytes))
@@ -329,19 +364,15 @@ def _persist_slice(found: ImagePage, folder: Path, pace: Callable[[int], None], 
     path = folder / folder_name(found.key.iteration) / name
     if _is_there(path):
         return path
-    with writing(path, found.key, replace(head, about=about).pack(), end - begin, _mark_in(path)) as write:
-        _copy_range(found, write, pace, begin, end)
+    with writing(path, found.key, replace(head, about=about).pack(), end - begin) as write:
+        _copy_range(found, write, pace, begin, end, _toucher(unfinished_path(path)))
         _check_same(found)
     return path
 
 
-def _mark_in(path: Path) -> str:
-    return path.name.split(".")[0]
-
-
 def _is_there(path: Path) -> bool:
-    """Whether a file exists, and its checkpoint was not found damaged."""
-    return path.exists() and not path.with_name(f"{_mark_in(path)}.{DAMAGE_SUFFIX}").exists()
+    """Whether a file exists, and was not found damaged."""
+    return path.exists() and not any(_damage_note(path, of_mark).exists() for of_mark in (False, True))
 
 
 def _check_same(found: ImagePage) -> None:
@@ -367,10 +398,26 @@ def _copy(found: ImagePage, write: Write, pace: Callable[[int], None]) -> None:
         raise BadImage(f"{found.path}: its data do not match their checksum")
 
 
-def _copy_range(found: ImagePage, write: Write, pace: Callable[[int], None], begin: int, end: int) -> None:
+def _toucher(path: Path) -> Callable[[], None]:
+    """Return a function that shows, now and then, that the unfinished file `path` has a living writer."""
+    due = 0.0
+
+    def touch() -> None:
+        nonlocal due
+        if (now := time.monotonic()) >= due:
+            due = now + TOUCH_SECONDS
+            os.utime(path)
+
+    return touch
+
+
+def _copy_range(
+    found: ImagePage, write: Write, pace: Callable[[int], None], begin: int, end: int, on_checked: Callable[[], None]
+) -> None:
     """Write some of the data of an image. All are checked first, in several threads, since only all of them have a
-    checksum; then each leaf that is written must have the digest that it had in this check."""
-    leaves = found.check_file(reading_threads())
+    checksum; then each leaf that is written must have the digest that it had in this check. on_checked: called after
+    each leaf of the check."""
+    leaves = found.check_file(reading_threads(), on_checked)
     with open_plain(found.path) as image:
         for at in range(begin // LEAF * LEAF, end, LEAF):
             leaf = memoryview(bytearray(min(LEAF, found.data_bytes - at)))

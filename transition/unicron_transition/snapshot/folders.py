@@ -67,8 +67,9 @@ def _folders(folder: Path) -> list[tuple[int, Path]]:
 
 
 def prunes(key: Key) -> bool:
-    """Whether the writer of this part removes older checkpoints. Only one writer does, since that lists all files.
-    Without its part no checkpoint is whole, so it never comes too early."""
+    """Whether the writer of this part removes older checkpoints. Of its slices each writer does, since it could be the
+    only one that can write; writers of other parts do not, since that lists all files. Without this part no checkpoint
+    is whole, so it never comes too early."""
     return key.place == 0 and key.shard == 0
 
 
@@ -141,7 +142,7 @@ class FileInProgress(NamedTuple):
     iteration: int
     part: Part
     whole: bool
-    """Whether it is complete, with all of its slices, and its checkpoint was not found damaged."""
+    """Whether it is complete, with all of its slices, and was not found damaged."""
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -163,6 +164,16 @@ def files_in_progress(folder: Path, iteration: int) -> Iterator[FileInProgress]:
         for name in names:
             if file := _FILE.match(name):
                 yield FileInProgress(path / name, at, _part_in(file), name in sound)
+
+
+def slices_of_other_states(own: Path, files: Iterable[FileInProgress]) -> list[int]:
+    """Return the numbers of the slices that do not go together with the slice `own`, since the nodes that wrote them
+    hold another state of the same place and iteration."""
+    mine = _FILE.match(own.name)
+    assert mine is not None
+    found = [file for each in files if (file := _FILE.match(each.path.name)) and each.path.parent == own.parent]
+    others = [each for each in found if each.groups()[:5] == mine.groups()[:5] and each[7] == mine[7]]
+    return sorted({int(each[6]) for each in others if each[8] != mine[8]})
 
 
 def _part_in(file: re.Match[str]) -> Part:
@@ -216,13 +227,13 @@ def _sets(folder: Path) -> list[tuple[Path, ...]]:
 
 
 def _whole_files(names: set[str]) -> dict[tuple[str, Part], tuple[str, ...]]:
-    """Return the name of the file of each mark and part, or the names of all slices of it. Checkpoints that were found
-    damaged have none."""
+    """Return the name of the file of each mark and part, or the names of all slices of it. A file that was found
+    damaged, or whose mark was, is not among them."""
     found: dict[tuple[str, Part], tuple[str, ...]] = {}
     slices: dict[tuple[str, Part, int, str], dict[int, str]] = defaultdict(dict)
     for name in names:
         file = _FILE.fullmatch(name)
-        if file is None or f"{file[1]}.{DAMAGE_SUFFIX}" in names:
+        if file is None or not names.isdisjoint({f"{file[1]}.{DAMAGE_SUFFIX}", f"{name}.{DAMAGE_SUFFIX}"}):
             continue
         if file[6] is None:
             found[file[1], _part_in(file)] = (name,)

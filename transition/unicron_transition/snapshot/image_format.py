@@ -38,6 +38,7 @@ STATE, USER, SHARD, UNTRAINED_KIND = "state", "user", "shard", "untrained"
 COPY_KINDS = (STATE, USER, SHARD, UNTRAINED_KIND)  # kinds of which other nodes get copies
 SAME = "replicated"  # the mark of a state that is the same in all ranks
 FOLDER = "UNICRON_MEMORY"  # the variable with which the agent gives its ranks the folder
+NEWEST = "UNICRON_IMAGE_FORMAT"  # and that with the newest format that it reads; release 0.2 sets none
 DIGEST = 16  # bytes
 LEAF = 1 << 20  # bytes
 MOST_THREADS = 8  # that read one image: more would only wait for the memory
@@ -274,14 +275,14 @@ class ImagePage:
         """Raises BadImage if these data do not match their checksum."""
         self._check(lambda begin, end, spare: [data[begin:end]], threads)
 
-    def check_file(self, threads: int = 1) -> list[bytes]:
+    def check_file(self, threads: int = 1, on_leaf: Callable[[], None] = lambda: None) -> list[bytes]:
         """Read the data from the file and check them likewise. Returns the digests of the leaves. Raises BadImage,
         OSError."""
-        return self.fill((), threads)
+        return self.fill((), threads, on_leaf)
 
-    def fill(self, wants: Iterable[Want], threads: int = 1) -> list[bytes]:
+    def fill(self, wants: Iterable[Want], threads: int = 1, on_leaf: Callable[[], None] = lambda: None) -> list[bytes]:
         """Read bytes of the data from the file to their places, which are apart, and check all data. Returns the
-        digests of the leaves.
+        digests of the leaves. on_leaf: called after each leaf, in any of the threads; it can raise an error to stop.
 
         The checksum is computed from the bytes at their places, so a later change of the file cannot harm them. Raises
         BadImage, OSError, and then the places can have any content.
@@ -318,12 +319,17 @@ class ImagePage:
 
         with open_plain(self.path) as file:
             if not is_in_memory(file.fileno()):  # else a file that is cut off would kill the process
-                return self._check(read, threads)
+                return self._check(read, threads, on_leaf)
             mapped = self._map(file)
             address = _address(mapped) if self.data_bytes else 0
-            return self._check(copy, threads)
+            return self._check(copy, threads, on_leaf)
 
-    def _check(self, read: Callable[[int, int, memoryview], Sequence[memoryview]], threads: int) -> list[bytes]:
+    def _check(
+        self,
+        read: Callable[[int, int, memoryview], Sequence[memoryview]],
+        threads: int,
+        on_leaf: Callable[[], None] = lambda: None,
+    ) -> list[bytes]:
         """Compare the checksum of the data with the image's, and return the leaves' digests. read(begin, end, spare):
         returns the views of a range of them, in order; it can use `spare`, the memory of one thread."""
         ranges = [(at, min(at + LEAF, self.data_bytes)) for at in range(0, self.data_bytes, LEAF)]
@@ -339,6 +345,7 @@ class ImagePage:
                     for view in read(*ranges[number], spare):
                         leaf.update(view)
                     leaves[number] = leaf.digest()
+                    on_leaf()
             except Exception as error:
                 errors.append(error)
 
@@ -403,6 +410,12 @@ def memory_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
     """Return the folder for a rank's images, None if no memory outlives this process."""
     name = environment.get(FOLDER)
     return Path(name) if name else None
+
+
+def agent_reads_images(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this rank's agent, which an upgrade leaves in place until the step's end, reads the rank's images."""
+    number = environment.get(NEWEST) or ""
+    return number.isdecimal() and int(number) >= IMAGE.number
 
 
 def inventory(folder: Path, on_bad: Callable[[BadImage], None] = lambda error: None) -> Iterator[ImagePage]:

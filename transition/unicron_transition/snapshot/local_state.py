@@ -11,6 +11,7 @@ from unicron_detector.processes.rank_messages import Cut, Fetch, MemoryMessage, 
 from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
 from unicron_transition.snapshot.checkpoint_file import Aside, Destination, note_destination
 from unicron_transition.snapshot.cuts import Cuts
+from unicron_transition.snapshot.image_format import agent_reads_images
 from unicron_transition.snapshot.migrate import TrainingState
 
 
@@ -103,6 +104,11 @@ class LocalState:
         return self._filing is not None and self._filing.is_open
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether the next checkpoint has to wait for that file."""
+        return self._filing is not None and self._filing.is_awaited
+
+    @property
     def asked(self) -> bool:
         """Whether a checkpoint was requested, or the image for the last one could not be set aside."""
         return self._asked or (self._filing is not None and self._filing.error is not None)
@@ -117,6 +123,12 @@ class LocalState:
         self._asked = False
         if self._filing is not None and self._filing.error is not None:
             self._filing.forget()
+
+    @property
+    def agent_makes_files(self) -> bool:
+        """Whether the agent makes files of what this rank sets aside. One of an earlier release would take its images
+        for damaged and remove them."""
+        return agent_reads_images() and self.note_destination()
 
     def note_destination(self) -> bool:
         """Leave the folder of checkpoints in a note for the agent; False if there is none, or that fails."""

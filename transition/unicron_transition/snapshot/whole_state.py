@@ -236,8 +236,10 @@ class WholeState(LocalState):
             return False
         self._note_members(members, generation, writer)
         number = self._nodes.index(self._node(self._slot))
+        if number and self._keeper.aside.is_open:
+            return False  # its agent is late: the first node writes this slice
         count = slices_of(self._gatherer.contents().size, len(self._nodes))
-        if self._slot == self._writes and number < count and self.note_destination():
+        if self._slot == self._writes and number < count and self.agent_makes_files:
             self._aside = Slice(number, count)
         return self._aside is not None
 

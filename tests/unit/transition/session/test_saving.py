@@ -21,6 +21,11 @@ class Memory:
         self.asked = self.requested = asked
         self.is_filing = filing
 
+    @property
+    def is_awaited(self) -> bool:
+        """It has no slices."""
+        return self.is_filing
+
     def forget_asked(self) -> None:
         self.asked = self.requested = False
 

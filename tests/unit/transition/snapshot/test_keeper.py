@@ -23,12 +23,13 @@ from tests.support.kept import (
     step,
     training,
 )
+from unicron_detector.formats import IMAGE
 from unicron_detector.processes.rank_messages import Cut, Save
 from unicron_transition.iteration.exchange import CommitResult
 from unicron_transition.session.persistence import SaveSchedule
-from unicron_transition.snapshot import checkpoint_file, contents, image_format
+from unicron_transition.snapshot import checkpoint_file, contents, image_format, whole_state
 from unicron_transition.snapshot.checkpoint import Checkpoints
-from unicron_transition.snapshot.checkpoint_file import WHOLE
+from unicron_transition.snapshot.checkpoint_file import WHOLE, slice_in
 from unicron_transition.snapshot.contents import Gatherer
 from unicron_transition.snapshot.cuts import ImageRing
 from unicron_transition.snapshot.image_format import BadImage, inventory, read_page
@@ -360,7 +361,8 @@ def test_the_training_does_not_wait_while_much_is_removed(tmp_path, remembered, 
 @pytest.fixture
 def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WholeState:
     """Of slot 1, one of two ranks of a node."""
-    for name, value in (("UNICRON_MEMORY", str(tmp_path)), ("LOCAL_WORLD_SIZE", "2"), ("UNICRON_MEMORY_EVERY", "1")):
+    variables = {"UNICRON_MEMORY": str(tmp_path), "UNICRON_IMAGE_FORMAT": str(IMAGE.number)}
+    for name, value in (variables | {"LOCAL_WORLD_SIZE": "2", "UNICRON_MEMORY_EVERY": "1"}).items():
         monkeypatch.setenv(name, value)
     made = WholeState(training(), 1)
     made.find_start(Checkpoints(tmp_path / "saves"), 0, lambda: WRITER)
@@ -380,6 +382,46 @@ def test_cuts_go_though_another_rank_of_the_node_keeps_the_state_by_now(tmp_path
     remembered.keep_boundary(4, [0, 1], 2, WRITER)
     remembered.close()
     assert not list(tmp_path.glob("*-1-*")) and "/cut-state-1-" not in Path("/proc/self/maps").read_text()
+
+
+def test_an_agent_that_hangs_with_its_slice_keeps_its_node_out_of_the_next_checkpoints_and_no_other(
+    tmp_path, remembered, monkeypatch
+):
+    """The first node writes this node's slices."""
+    monkeypatch.setattr(whole_state, "slices_of", lambda size, nodes: nodes)
+    monkeypatch.setattr(remembered, "_per_node", 1)
+    here, saving = ([0, 1], 1, WRITER), SaveSchedule(Checkpoints(tmp_path / "saves"), remembered)
+    assert remembered.set_aside(1, *here)
+    remembered.keep_boundary(1, *here)
+    remembered.wait_whole()
+    (found,) = checkpoint_file.asides(tmp_path)
+    assert slice_in(found.path) == (1, 2) and remembered.is_filing
+    assert not saving.busy and not remembered.set_aside(2, *here)
+    remembered.keep_boundary(2, *here)
+    remembered.wait_whole()
+    assert checkpoint_file.asides(tmp_path) == [found]
+    checkpoint_file.release_aside(found.path)
+    assert not remembered.is_filing and remembered.set_aside(3, *here)
+    remembered.close()
+
+
+@pytest.mark.parametrize("number", [None, "", str(IMAGE.number - 1)])
+def test_nothing_is_set_aside_for_an_agent_that_does_not_read_it_and_the_rank_writes_the_file(
+    tmp_path, remembered, monkeypatch, number
+):
+    """An upgrade leaves the agent of release 0.2 in place until the step's end. It removes such images unread."""
+    if number is None:
+        monkeypatch.delenv("UNICRON_IMAGE_FORMAT")
+    else:
+        monkeypatch.setenv("UNICRON_IMAGE_FORMAT", number)
+    saves = Checkpoints(tmp_path / "saves", interval=1)
+    saving = SaveSchedule(saves, remembered)
+    assert saving.is_due(1)
+    saving.store(1, training(), [1], 1, WRITER)
+    remembered.keep_boundary(1, [1], 1, WRITER)
+    remembered.close()
+    saves.wait_written()
+    assert not checkpoint_file.asides(tmp_path) and [each.iteration for each in saves.whole_ones()] == [1]
 
 
 def test_a_checkpoint_that_could_not_be_set_aside_is_asked_for_again(tmp_path, remembered, monkeypatch, capsys):

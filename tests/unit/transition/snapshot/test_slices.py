@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import time
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -146,6 +149,23 @@ def test_a_torn_slice_is_found_and_the_checkpoint_before_is_used(tmp_path, how, 
     assert Checkpoints(saves).load(found) == 2 and same(everything(found), everything(before))
 
 
+def test_what_was_found_damaged_counts_again_when_each_of_its_slices_was_written_anew(tmp_path):
+    """The training goes on from the checkpoint before, and computes the same iteration again. The damage is in slice
+    1."""
+    state, saves, found = training(), tmp_path / "saves", training(seed=7)
+    Checkpoints(saves).save_last(training(seed=5), 2, WRITER)
+    nodes = [image_of(tmp_path / f"node{number}", state) for number in (0, 1)]
+    flip(written(nodes[0], saves, 2)[1])
+    assert Checkpoints(saves).load(found) == 2 and [each.iteration for each in folders.whole(saves)] == [2]
+    written(nodes[0], saves, 2, 0)
+    assert [each.iteration for each in folders.whole(saves)] == [2]
+    assert folders.prune(saves, 1) == 2, "the checkpoint before stays"
+    written(nodes[1], saves, 2, 1)
+    assert [each.iteration for each in folders.whole(saves)] == [4, 2] and not list(saves.glob("*/*.damaged"))
+    assert own.check(folders.whole(saves)[0]) == []
+    assert Checkpoints(saves).load(found) == 4 and same(everything(state), everything(found))
+
+
 def test_of_a_whole_file_and_slices_one_is_read(tmp_path):
     found = image_of(tmp_path / "node", training())
     paths = written(found, tmp_path / "saves", 2)
@@ -199,8 +219,8 @@ def test_a_byte_that_changes_between_the_check_and_the_copy_is_found(tmp_path, m
     made = image_of(tmp_path / "node", large())
     check = ImagePage.check_file
 
-    def checked(self: ImagePage, threads: int = 1) -> list[bytes]:
-        leaves = check(self, threads)
+    def checked(self: ImagePage, *more: Any) -> list[bytes]:
+        leaves = check(self, *more)
         flip(self.path)
         return leaves
 
@@ -208,3 +228,26 @@ def test_a_byte_that_changes_between_the_check_and_the_copy_is_found(tmp_path, m
     with pytest.raises(BadImage, match="changed while it was copied"):
         written(made, tmp_path / "saves", 2)
     assert not list(tmp_path.glob("saves/*/*slice-1-of-2*"))
+
+
+def test_others_see_that_a_node_is_at_work_before_it_writes_and_while_its_disk_is_slow(tmp_path, monkeypatch):
+    """Else they would write its slice as well."""
+    made, saves, seen, sizes = image_of(tmp_path / "node", large()), tmp_path / "saves", [], []
+    utime, sync = os.utime, os.fsync
+
+    def touched(path: Path) -> None:
+        time.sleep(0.01)  # the clock of files is coarse
+        utime(path)
+        seen.append([each.progress for each in folders.files_in_progress(saves, 4) if not each.whole])
+
+    def synced(descriptor: int) -> None:
+        sync(descriptor)
+        sizes.append(os.fstat(descriptor).st_size)
+
+    monkeypatch.setattr(checkpoint_file, "TOUCH_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint_file, "SYNC_BYTES", LEAF)
+    monkeypatch.setattr(os, "utime", touched)
+    monkeypatch.setattr(os, "fsync", synced)
+    written(made, saves, 2, 0)
+    assert len({tuple(each) for each in seen}) >= 3, "while the image is checked"
+    assert len(set(sizes)) >= 3, "while it is written"

@@ -176,7 +176,7 @@ def write(folder: Path, index: Index) -> Path:
     size = sum(-(-block.nbytes // ALIGN) * ALIGN for block in tensors)
     at.mkdir(parents=True)
     try:
-        with writing(path, key, head, size, mark) as write_data:
+        with writing(path, key, head, size) as write_data:
             for block in tensors:
                 for part in pieces_of((block.offset, block.extent)):
                     array = np.ascontiguousarray(block.tensor.read(*part))

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +46,7 @@ class Files:
         self._cuts: Sequence[int] = ()
         self._reported: set[str] = set()  # errors of looks
         self._slices = OpenSlices()
-        self._first = -1  # the iteration of which this agent wrote the first part, until older ones are removed
+        self._first = -1  # the iteration of which the first part is complete, until older ones are removed
         self._prune_at = self._pause = 0.0
         self._ends, self._last_look = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="unicron-files", daemon=True)
@@ -106,44 +106,48 @@ class Files:
     def _write_own(self, found: ImagePage, where: checkpoint_file.Destination) -> None:
         """Write the file of an image, or this node's slice of it."""
         cut = slice_in(found.path)
-        if not self._write(found, where, [cut]):
+        path = self._write(found, where, cut)
+        if path is None:
             return
         if cut.of > 1:
-            self._slices.add(found, cut)
+            self._slices.add(found, path)
         else:
-            self._finish(found, where, cut)
+            self._finish(found, where)
 
     def _finish_slices(self, where: checkpoint_file.Destination) -> None:
         """Release the images whose files are complete, and write slices in place of nodes that do not."""
-        complete, due = self._slices.look_at_files(time.monotonic(), partial(folders.files_in_progress, where.folder))
-        for found in complete:
-            self._finish(found, where, slice_in(found.path))
-        for found, cut in due:
-            self._write(found, where, [cut._replace(number=number) for number in range(cut.of)])
+        seen = self._slices.look_at_files(time.monotonic(), partial(folders.files_in_progress, where.folder))
+        for path, others in seen.differing:
+            self._say(_difference(path, others))
+        for found in seen.complete:
+            self._finish(found, where)
+        for found in seen.due:
+            count = slice_in(found.path).of
+            for number in range(count):
+                if self._write(found, where, Slice(number, count)) is None:
+                    break
 
-    def _write(self, found: ImagePage, where: checkpoint_file.Destination, cuts: Iterable[Slice]) -> bool:
-        """Write slices of the file of an image. False after an error, of which this tells."""
+    def _write(self, found: ImagePage, where: checkpoint_file.Destination, cut: Slice) -> Path | None:
+        """Write the file of an image, or a slice of it. None after an error, of which this tells."""
         try:
-            for cut in cuts:
-                checkpoint_file.persist(found, where.folder, self._pace(), cut)
-            return True
+            return checkpoint_file.persist(found, where.folder, self._pace(), cut)
         except _AgentEnds:
-            return False  # the image stays for the next agent
+            return None  # the image stays for the next agent
         except Exception as error:  # the image must go after any error, or its rank could set no other one aside
             again = "the training goes on; it is tried again with the next one"
             what = f"couldn't save the training state of iteration {found.key.iteration}"
             self._log_change(f"{what}: {_text_of(error)}: {again}", True)
             self._release(found)
-            return False
+            return None
 
-    def _finish(self, found: ImagePage, where: checkpoint_file.Destination, cut: Slice) -> None:
+    def _finish(self, found: ImagePage, where: checkpoint_file.Destination) -> None:
         """Note that the file of an image is complete."""
         iteration = found.key.iteration
         folder = where.folder / checkpoint_file.folder_name(iteration)
         self._log_change(f"the training state of iteration {iteration} was saved in {folder}", False)
         self.results.put(iteration)
         self._release(found)
-        if folders.prunes(found.key) and cut.number == 0:
+        if folders.prunes(found.key):
             self._first, self._prune_at, self._pause = iteration, 0.0, FILE_LOOK_SECONDS
 
     def _release(self, found: ImagePage) -> None:
@@ -178,6 +182,16 @@ class Files:
                 raise _AgentEnds("the agent ends")
 
         return wrote
+
+
+def _difference(path: Path, others: Sequence[int]) -> str:
+    """Return the line about slices of states that differ. path: of this node's slice."""
+    cut, numbers = slice_in(path), ", ".join(map(str, others))
+    return (
+        f"the replicas differ, or computed this iteration twice: in {path.parent} slice {cut.number} of {cut.of}, of "
+        f"this node, and slice {numbers} are of different states; the checkpoint will be of one of them: check the "
+        "nodes' memory and GPUs, and that the training computes the same in all replicas"
+    )
 
 
 def _text_of(error: Exception) -> str:

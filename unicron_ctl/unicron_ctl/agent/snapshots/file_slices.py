@@ -8,15 +8,29 @@ lack. So a file becomes complete as long as one of its nodes lives. The order of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from unicron_transition.snapshot import folders
-from unicron_transition.snapshot.checkpoint_file import Slice
+from unicron_transition.snapshot.checkpoint_file import Slice, slice_in
 from unicron_transition.snapshot.folders import FileInProgress, Part, Turn
 from unicron_transition.snapshot.image_format import ImagePage
 
 TURN_SECONDS = 5.0  # without a sign of the other nodes; the first node waits once, the second twice, ...
 LEAST_PAUSE, MOST_PAUSE = 0.5, 2.0  # seconds between two looks at the folder; it doubles
+
+
+class Findings(NamedTuple):
+    """The results of one look at the folder."""
+
+    complete: list[ImagePage]
+    """The images whose files are complete."""
+    due: list[ImagePage]
+    """The images of which this node must write the other slices."""
+    differing: list[tuple[Path, list[int]]]
+    """Slices of this node, and the numbers of those with which they do not go together, once for each state."""
+
+
 Look = Callable[[int], Iterable[FileInProgress]]  # returns the files of checkpoints from an iteration on
 
 
@@ -33,8 +47,9 @@ class OpenSlices:
     """The images of which this node has written its slice, while their files are not complete."""
 
     def __init__(self) -> None:
-        self._open: dict[ImagePage, Slice] = {}
+        self._open: dict[ImagePage, Path] = {}
         self._turns: dict[_State, Turn] = {}
+        self._differing: set[tuple[int, str]] = set()  # iteration and mark of the states of which this has told
         self._next_look = self._pause = 0.0
 
     def __contains__(self, image: ImagePage) -> bool:
@@ -43,22 +58,21 @@ class OpenSlices:
     def __bool__(self) -> bool:
         return bool(self._open)
 
-    def add(self, image: ImagePage, cut: Slice) -> None:
-        """Note that this node has written its slice of an image."""
-        self._open[image] = cut
+    def add(self, image: ImagePage, path: Path) -> None:
+        """Note that this node has written its slice of an image, the file `path`."""
+        self._open[image] = path
         self._next_look = self._pause = 0.0
 
     def forget_others(self, images: Iterable[ImagePage]) -> None:
         """Forget all but these images: the others were released or replaced."""
         self._open = {image: self._open[image] for image in images if image in self._open}
+        self._differing &= {(image.key.iteration, image.key.mark) for image in self._open}
 
-    def look_at_files(self, now: float, files: Look) -> tuple[list[ImagePage], list[tuple[ImagePage, Slice]]]:
-        """Look at the folder, if it is time to, and return the images whose files are complete, and those of which this
-        node must write the other slices."""
-        complete: list[ImagePage] = []
-        due: list[tuple[ImagePage, Slice]] = []
+    def look_at_files(self, now: float, files: Look) -> Findings:
+        """Look at the folder, if it is time to."""
+        seen = Findings([], [], [])
         if now < self._next_look:
-            return complete, due
+            return seen
         self._pause = min(MOST_PAUSE, 2 * self._pause or LEAST_PAUSE)
         self._next_look = now + self._pause
         states = dict(self._states())
@@ -66,18 +80,29 @@ class OpenSlices:
         for state, turn in self._turns.items():
             found = [each for each in files(state.iteration) if each.path.name.startswith(state.mark)]
             turn.note_files(found, now)
+            self._compare(state, states[state], found, seen)
             for part, image in states[state].items():
                 if part not in turn.missing:
-                    complete.append(image)
+                    seen.complete.append(image)
                 elif now >= turn.until:
-                    due.append((image, state.cut))
-        return complete, due
+                    seen.due.append(image)
+        return seen
+
+    def _compare(
+        self, state: _State, images: dict[Part, ImagePage], found: Iterable[FileInProgress], seen: Findings
+    ) -> None:
+        """Compare this node's slices with the others', which must be of the same state."""
+        about = state.iteration, state.mark
+        for image in images.values() if about not in self._differing else ():
+            if others := folders.slices_of_other_states(self._open[image], found):
+                self._differing.add(about)
+                return seen.differing.append((self._open[image], others))
 
     def _states(self) -> Iterator[tuple[_State, dict[Part, ImagePage]]]:
         together: dict[tuple[int, str, Slice], dict[Part, ImagePage]] = {}
-        for image, cut in self._open.items():
+        for image, path in self._open.items():
             key = image.key
-            together.setdefault((key.iteration, key.mark, cut), {})[folders.part_of(key)] = image
+            together.setdefault((key.iteration, key.mark, slice_in(path)), {})[folders.part_of(key)] = image
         for about, images in together.items():
             yield _State(*about, tuple(sorted(images))), images
 

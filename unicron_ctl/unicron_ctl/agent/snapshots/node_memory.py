@@ -26,7 +26,8 @@ from unicron_ctl.agent.connections import held_folders
 from unicron_ctl.agent.connections.held_folders import hold, open_own, remove_if_unheld, share_lock
 from unicron_ctl.agent.connections.job_environment import Place, memory_every
 from unicron_ctl.agent.connections.rank_socket import FOR_RANKS, places
-from unicron_transition.snapshot.image_format import FOLDER
+from unicron_detector.formats import IMAGE
+from unicron_transition.snapshot.image_format import FOLDER, NEWEST
 from unicron_transition.snapshot.shared_memory import AWAY
 
 BASE = "UNICRON_MEMORY_DIR"
@@ -84,7 +85,7 @@ class Memory:
     @property
     def environment(self) -> dict[str, str]:
         """The variables for ranks."""
-        return {FOLDER: str(self.folder) if self.folder is not None else ""}
+        return {FOLDER: str(self.folder) if self.folder is not None else "", NEWEST: str(IMAGE.number)}
 
     def touch_folder(self, now: float) -> None:
         """Show from time to time that the folder is in use. If it was removed, make it again, since ranks try again."""

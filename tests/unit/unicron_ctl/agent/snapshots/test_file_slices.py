@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from unicron_transition.snapshot import checkpoint_file, folders
 from unicron_transition.snapshot.checkpoint import Checkpoints
 from unicron_transition.snapshot.checkpoint_file import Slice
 from unicron_transition.snapshot.contents import Gatherer
+from unicron_transition.snapshot.image_format import ImagePage
 from unicron_transition.snapshot.keeper import Keeper
 from unicron_transition.snapshot.migrate import TrainingState
 
@@ -157,6 +160,18 @@ def test_a_state_that_differs_in_one_node_makes_no_checkpoint_with_the_others(tm
     (found,) = folders.whole(nodes[0].saves)
     assert len(found.paths) == 2 and len({path.name.split(".")[-2] for path in found.paths}) == 1
     assert is_sound(nodes[0].saves, 0) or is_sound(nodes[0].saves, 1)
+    for node in nodes:
+        text = f"slice {node.number} of 2, of this node, and slice {1 - node.number} are of different states"
+        assert [text in line for line in node.said].count(True) <= 1
+    assert any("are of different states" in line for node in nodes for line in node.said), "the user is told"
+
+
+def test_nobody_is_told_of_replicas_that_agree(nodes: list[Node], impatient) -> None:
+    writers = [each.start() for each in nodes[:2]]
+    wait_for(lambda: iterations(nodes[0].saves), "the checkpoint")
+    for writer in writers:
+        writer.close(20.0)
+    assert not any("different states" in line for node in nodes for line in node.said)
 
 
 def test_what_memory_has_damaged_in_one_node_comes_from_another(nodes: list[Node], impatient) -> None:
@@ -179,7 +194,27 @@ def test_a_rank_that_wrote_the_whole_file_ends_the_wait(nodes: list[Node]) -> No
     assert is_sound(nodes[1].saves)
 
 
-def test_the_first_node_removes_older_checkpoints_when_the_last_slice_is_there(nodes: list[Node]) -> None:
+def test_a_node_that_cannot_write_keeps_none_from_removing_older_checkpoints(
+    nodes: list[Node], impatient, monkeypatch
+) -> None:
+    """The first node: its folder is not mounted."""
+    persist = checkpoint_file.persist
+
+    def refused(found: ImagePage, *more) -> Path:
+        if found.path == nodes[0].aside:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        return persist(found, *more)
+
+    monkeypatch.setattr(checkpoint_file, "persist", refused)
+    Checkpoints(nodes[0].saves).save_last(training(seed=5), 2, WRITER)
+    writers = [each.start() for each in nodes]
+    wait_for(lambda: iterations(nodes[0].saves) == [ITERATION], "the older one is gone")
+    for writer in writers:
+        writer.close(20.0)
+    assert is_sound(nodes[0].saves) and "Permission denied" in nodes[0].said[0]
+
+
+def test_older_checkpoints_are_removed_when_the_last_slice_is_there(nodes: list[Node]) -> None:
     Checkpoints(nodes[0].saves).save_last(training(seed=5), 2, WRITER)
     writers = [each.start() for each in nodes[:2]]
     wait_for(lambda: len(nodes[0].files) == 2, "two slices")

@@ -22,6 +22,7 @@ from unicron_ctl.agent.snapshots.last_checkpoint import TURN_SECONDS, LastCheckp
 from unicron_ctl.agent.snapshots.node_memory import Memory, sweep, within
 from unicron_ctl.shared.protocol import structs
 from unicron_ctl.shared.system.errors import UserError
+from unicron_detector.formats import IMAGE
 from unicron_transition.snapshot import checkpoint_file, folders
 from unicron_transition.snapshot.image_format import Image, ImagePage, Key
 
@@ -64,7 +65,7 @@ def age(path: Path, seconds: float) -> None:
 
 def test_what_it_holds_outlives_the_agent_and_the_next_one_finds_it(make, tmp_path: Path) -> None:
     first = make()
-    assert first.environment == {"UNICRON_MEMORY": str(first.folder)}
+    assert first.environment == {"UNICRON_MEMORY": str(first.folder), "UNICRON_IMAGE_FORMAT": str(IMAGE.number)}
     (first.folder / "slot-0.0.image").write_bytes(b"state")
     first.close(over=False)
     assert (make().folder / "slot-0.0.image").read_bytes() == b"state"
@@ -548,7 +549,7 @@ def test_who_has_the_lock_meanwhile_is_not_waited_for(make, left_late: Path, mon
     epilog, held = Epilog(left_late, monkeypatch), os.open(left_late, os.O_RDONLY)
     epilog.visit = lambda: epilog._flock(held, fcntl.LOCK_EX)
     memory = make()
-    assert epilog.came and memory.folder is None and memory.environment == {"UNICRON_MEMORY": ""}
+    assert epilog.came and memory.folder is None and memory.environment["UNICRON_MEMORY"] == ""
     assert len(said) == 1 and "others keep removing it" in said[0]
     os.close(held)
 
