@@ -174,15 +174,17 @@ def _until(view: View, job: JobView, fence: Fence, shut: dict[str, float]) -> fl
 
 
 def _recall(view: View, job: JobView) -> None:
-    """Recall agents that the previous controller gave up as silent. Their time counts from this controller's start."""
+    """Recall agents of the last world that the previous controller gave up as silent. Their time counts from this
+    controller's start. Nobody waits for the others: the last world could not form before their processes were gone."""
     state = job.state
     if job.fences_known:
         return
     job.fences_known = True
-    known = {element: record.agent for element, record in state.agents.items() if record.gone in MAY_LIVE}
-    replaced = {element: name for element, name in _world(state).items() if name in state.superseded}
-    for element, name in [*known.items(), *replaced.items()]:
-        if len(state.agents) > 1 and name not in job.fences:
+    for element, name in _world(state).items():
+        record = state.agents.get(element)
+        present = record is not None and record.agent == name
+        silent = record.gone in MAY_LIVE if record is not None and present else name in state.superseded
+        if silent and len(state.agents) > 1 and name not in job.fences:
             fenced = element not in state.unfenced
             job.fences[name] = Fence(element, view.started_at, fenced, _unknown_lease(view))
 

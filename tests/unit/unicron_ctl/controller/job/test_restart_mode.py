@@ -234,6 +234,18 @@ def test_no_agent_gets_a_plan_before_its_controller_knows_the_doors_of_that_worl
     assert [share.doors for share in agents[2].held.values()] == [["n1:9999", "n2:9999"]]
 
 
+def test_a_controller_that_is_started_again_waits_only_for_agents_of_the_last_world():
+    """Defect: it also waited 600 s for an agent that was lost, and waited for, before that world began."""
+    world = fell_silent()
+    world.run(FENCED + 20)
+    assert sorted(world.job().members) == [0, 1, 2] and world.job().phase == "running"
+    world.restart()
+    world.run(5)
+    world.agents[1].die(1, last_line="RuntimeError: CUDA error: device-side assert triggered")
+    world.run(5)
+    assert world.job().phase == "running" and [len(plan.members) for plan in plans(world)] == [4, 3, 3]
+
+
 class PartlyFenced(PlainAgent):
     """Nothing ends the processes of the fourth node."""
 
