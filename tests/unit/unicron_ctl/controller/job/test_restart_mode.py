@@ -352,6 +352,25 @@ def test_no_node_is_switched_off_without_permission():
     assert "would power off n3" in told(world)
 
 
+@pytest.mark.parametrize("only", [True, False])
+def test_no_more_nodes_are_switched_off_than_may_be_taken_out_of_service(only):
+    """Defect: the limit counted only what Unicron sets down itself. Without that permission, or if Slurm had the nodes
+    down before, all were switched off."""
+    rules = {"default": PartitionConfig(mode="act", actions=["power_off"])} if only else ACTS
+    config = {"power_off": "/bin/true %n", "partitions": rules, "max_isolated_nodes": 2, "max_isolated_share": 0.0}
+    world, _ = trained(6, 0, kind=PlainAgent, config=config)
+    world.run(30)
+    for node in ("n6", "n5", "n4"):
+        power_off(world, node)
+        if not only:
+            world.slurm.node_states[node], world.slurm.reasons[node] = {"DOWN", "NOT_RESPONDING"}, "Not responding"
+        world.run(60)
+    assert asked(world.slurm, "power_off") == ["n6", "n5"] and not asked(world.slurm, "down")
+    assert "n4 is not powered off: n5, n6 were taken out of service within" in told(world)
+    assert sorted(world.job().members) == [0, 1, 2], "its lease was waited for"
+    world.check_replay()
+
+
 def test_no_node_is_switched_off_under_other_jobs():
     rules = {"default": PartitionConfig(mode="act", actions=["drain", "down", "power_off"])}
     world, _ = trained(3, 0, kind=PlainAgent, config={"power_off": "/bin/true %n", "partitions": rules})
