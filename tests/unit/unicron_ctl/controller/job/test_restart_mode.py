@@ -352,6 +352,15 @@ def test_no_node_is_switched_off_without_permission():
     assert "would power off n3" in told(world)
 
 
+def test_a_node_is_switched_off_within_10_s_or_not(monkeypatch):
+    """Later it may be back, with another job."""
+    done = []
+    monkeypatch.setattr("tests.support.world.perform", lambda slurm, action: done.append(action))
+    world = lost_with("/bin/true %n")
+    asked_at = [e.time for e in world.log if e.kind == "slurm_action" and e.record.action == "power_off"]
+    assert asked_at and [one.not_after - 10.0 for one in done if one.action == "power_off"] == asked_at
+
+
 @pytest.mark.parametrize("only", [True, False])
 def test_no_more_nodes_are_switched_off_than_may_be_taken_out_of_service(only):
     """Defect: the limit counted only what Unicron sets down itself. Without that permission, or if Slurm had the nodes
