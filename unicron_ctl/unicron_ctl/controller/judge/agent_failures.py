@@ -59,7 +59,7 @@ def _may_live_on(view: View, job: JobView, element: int, dead: bool) -> str:
     """Say how long a new world waits for the element's processes; nothing if they are dead."""
     if not dead:
         return fencing.fell_silent(view, job, element)
-    fencing.has_ended(job, element)
+    fencing.has_ended(view, job, element)
     return ""
 
 

@@ -246,6 +246,52 @@ def test_a_controller_that_is_started_again_waits_only_for_agents_of_the_last_wo
     assert world.job().phase == "running" and [len(plan.members) for plan in plans(world)] == [4, 3, 3]
 
 
+class SlowToEnd(PlainAgent):
+    """Its processes take long to end; it shuts its door at once."""
+
+    lease = FENCE_SECONDS
+
+    def get(self, message: wire.Message) -> None:
+        if not isinstance(message, wire.Break):
+            return super().get(message)
+        self.left = message.generation
+        self.status()
+
+    def end(self) -> None:
+        self.set(self.element, state="waiting", broken=self.left, generation=0)
+
+
+def test_a_door_counts_as_shut_since_its_agent_said_so_and_not_since_all_processes_have_ended():
+    """Defect: the lease of a silent agent was counted from the end of the others' processes."""
+    world, agents = trained(4, kind=SlowToEnd, seconds=0.3)
+    world.run(30)
+    agents[3].silent = True
+    while world.job().phase == "running":
+        world.run(0.1)
+    world.run(5.0)
+    assert world.job().phase == "breaking"
+    for agent in agents[:3]:
+        agent.end()
+    world.run(3.0)
+    assert world.job().phase == "running" and sorted(world.job().members) == [0, 1, 2]
+
+
+def test_who_counted_as_dead_and_speaks_again_has_an_open_door():
+    """Defect: it counted as shut in all later worlds."""
+    world = fell_silent(killed=True)
+    world.run(12)
+    back = world.agents[3]
+    assert sorted(world.job().members) == [0, 1, 2] and back.agent in world.core.view.job(world.job()).ended
+    back.silent = back.killed = False
+    world.run(12)
+    assert sorted(world.job().members) == [0, 1, 2, 3]
+    back.obedient = False  # it does not hear the Break
+    world.agents[1].silent = True
+    world.run(9)
+    shut = world.core.view.job(world.job()).shut
+    assert world.agents[0].agent in shut and back.agent not in shut
+
+
 class PartlyFenced(PlainAgent):
     """Nothing ends the processes of the fourth node."""
 
