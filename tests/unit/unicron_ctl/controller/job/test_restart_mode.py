@@ -16,6 +16,7 @@ from unicron_ctl.controller.api.answers import answer
 from unicron_ctl.controller.api.node_answers import visible_nodes
 from unicron_ctl.controller.job import injection, modes
 from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.consensus.restart_lease import FENCE_SECONDS, OLD_SECONDS, on_another_clock
 from unicron_ctl.shared.protocol import shared_plans, wire
@@ -290,6 +291,18 @@ def test_who_counted_as_dead_and_speaks_again_has_an_open_door():
     world.run(9)
     shut = world.core.view.job(world.job()).shut
     assert world.agents[0].agent in shut and back.agent not in shut
+
+
+@pytest.mark.parametrize("what", [What.NODE_LOST, What.AGENT_DIED])
+@pytest.mark.parametrize("dead", [True, False])
+def test_what_is_found_of_an_agent_says_nothing_about_its_successor(what, dead):
+    world, agents = plain(3, seconds=0.3)
+    job = world.core.view.job(world.job())
+    for agent in ("one before it", agents[2].agent):
+        found = Finding(what, "1", (), world.now, Source.PEER, "", 2, "n3", dead=dead, agent=agent)
+        world.core.judge(found)
+        is_it = agent == agents[2].agent
+        assert bool(world.job().failures) == bool(job.ended or job.fences) == is_it
 
 
 class PartlyFenced(PlainAgent):
