@@ -16,6 +16,7 @@ import shlex
 import signal
 import stat
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -24,6 +25,7 @@ from unicron_detector.health.findings import BAD, GOOD, UNKNOWN, WARNING, Findin
 from unicron_detector.health.program_output import MOST_BYTES, Output, TooMuchOutput
 
 LINE = 300  # characters of a program's output
+LOOK_SECONDS = 0.1  # between two looks at whether a program is still wanted
 GRACE_SECONDS = 0.2  # kept back from the check's time limit, to kill the program
 ENVIRONMENT = ("PATH", "LC_ALL", "LANG", "SLURMD_NODENAME", "SLURM_CONF", "SLURM_JOB_ID", "HOME")
 MOST_INTERPRETERS = 5  # that the kernel follows from one to the next
@@ -123,10 +125,10 @@ def check_program(name: str, given: str | HealthProgram, timeout: float) -> Find
     """Run the program and return its finding. A program that cannot be trusted is not run."""
     program = as_program(given)
     command = shlex.split(program.command)
-    if why := _why_unfit(command, program.user):
+    if why := why_unfit(command, program.user):
         return Finding(WARNING, f"{name} is not run: {why}")
     try:
-        status, out = _run(command, program.user, max(0.1, timeout - GRACE_SECONDS))
+        status, out = run(command, program.user, max(0.1, timeout - GRACE_SECONDS))
     except subprocess.TimeoutExpired:
         return Finding(UNKNOWN, f"{command[0]}: no answer within {timeout:g} s; it was ended")
     except TooMuchOutput as error:
@@ -150,7 +152,7 @@ def judge(program: HealthProgram, file: str, status: int, lines: Sequence[str]) 
     return Finding(verdict, finding.reason, finding.values)
 
 
-def _why_unfit(command: Sequence[str], user: str) -> str:
+def why_unfit(command: Sequence[str], user: str = "") -> str:
     """Return why the program must not be run here; empty if it may be. Only root may have written what root runs."""
     if not command:
         return "its command is empty"
@@ -250,9 +252,19 @@ def _interpreter(path: str) -> str:
     return os.fsdecode(words[0]) if words else ""
 
 
-def _run(command: Sequence[str], user: str, timeout: float) -> tuple[int, bytes]:
+def run(
+    command: Sequence[str],
+    user: str,
+    timeout: float,
+    leaves: bool = False,
+    stops: Callable[[], bool] = lambda: False,
+) -> tuple[int, bytes]:
     """Return exit status and output, standard output first. If it takes longer or prints too much, it is killed with
-    all that it has started. Raises TimeoutExpired, TooMuchOutput and OSError."""
+    all that it has started. Raises TimeoutExpired, TooMuchOutput and OSError.
+
+    leaves: what it leaves in the background, with its output still open, is not waited for. stops: it is asked now and
+    then, and ends the program as a timeout does.
+    """
     pipe = subprocess.PIPE
     uid, gid, groups = _identity(user)
     process = subprocess.Popen(
@@ -268,14 +280,28 @@ def _run(command: Sequence[str], user: str, timeout: float) -> tuple[int, bytes]
         extra_groups=groups,
     )
     with process:
-        output = Output(process, MOST_BYTES)
+        output, until = Output(process, MOST_BYTES), time.monotonic() + timeout
         try:
-            output.read(timeout)
+            while not _ends(output, max(0.0, until - time.monotonic())):
+                if leaves and process.poll() is not None:
+                    _ends(output, LOOK_SECONDS)  # its last words
+                    break
+                if stops() or time.monotonic() >= until:
+                    raise subprocess.TimeoutExpired(command, timeout)
         except BaseException:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise  # the end of the block waits for it
         return process.returncode, b"\n".join(output.texts())
+
+
+def _ends(output: Output, left: float) -> bool:
+    """Read for a moment. Return whether the program has ended and nothing holds its output open."""
+    try:
+        output.read(min(left, LOOK_SECONDS))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _environment() -> Mapping[str, str]:

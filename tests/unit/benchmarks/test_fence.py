@@ -56,7 +56,7 @@ def test_who_waits_to_begin_keeps_its_door_for_those_that_have_begun(seed: int) 
     assert len(far) == 4
     near = {agent.node for agent in world.hosts} - far | {""}
     world.cuts = {frozenset((one, other)) for one in far for other in near}
-    world.go_on(140.0)
+    world.go_on(130.0)
     assert world.written == [] and world.job().phase == "forming"
     world.go_on(20.0)
     assert world.written == [] and len(world.job().members) == 2 and world.job().phase == "running"

@@ -17,6 +17,7 @@ from unicron_ctl.controller.model.job_state import AgentRecord, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.quotas import OF_NODE_EVENTS, LogQuota
 from unicron_ctl.controller.model.view import Outcome, Send, View
+from unicron_ctl.controller.sense import fencing
 from unicron_ctl.controller.sense.sensors import When
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import datagrams, structs, wire
@@ -155,6 +156,7 @@ class Intake:
         if was_expired:
             self._revive_agent(job, agent)
             changed = list(agent.slots)
+        fencing.on_word(self._view, job, agent)
         if usual:
             job.going.add(agent.element)
         else:
@@ -175,6 +177,7 @@ class Intake:
         job = self._view.job(state)
         if was_expired:
             self._revive_agent(job, agent)
+        fencing.on_word(self._view, job, agent)
         if was_expired or message.leaving:
             changed = list(agent.slots)
         if agent.status.cold:

@@ -266,7 +266,8 @@ class Evidence:
         evidence = f"no message from {suspicion.node} for {self.silent_seconds:.2f} s" + (details and f" ({details})")
         at, place = self.view.now, (suspicion.element, suspicion.node)
         found = Finding(what, suspicion.job, (), at, source, evidence, *place, by, dead=dead, spare=spare)
-        return replace(found, answers=what is What.AGENT_DIED and (dead or probes.slurmd_answers(suspicion)))
+        answers_there = what is What.AGENT_DIED and (dead or probes.slurmd_answers(suspicion))
+        return replace(found, agent=suspicion.agent, answers=answers_there)
 
     def conclude_unreachable(self) -> Finding:
         own = self.suspicion.answers.get(OWN)

@@ -33,9 +33,11 @@ def node_lost(view: View, job: JobView, finding: Finding) -> Outcome:
     """Record the loss of a node on two kinds of evidence, and take the node out of service."""
     out, state, element = Outcome(hurry=True), job.state, finding.element
     agent = state.agents.get(element)
+    if agent is None or agent.agent != finding.agent:
+        return out  # replaced meanwhile
     # Also of a node without which the job goes on already: it may not have stopped.
     lives = _may_live_on(view, job, element, finding.dead)
-    if agent is None or _quiet(view, job, agent, element, out):
+    if _quiet(view, job, agent, element, out):
         return out
     verdict = view.classifier.cause("lost_connection", finding.evidence)
     decision = Decision(Severity.SEV1, ISOLATE, f"{agent.node} is lost ({finding.by}){lives}", verdict.cause)
@@ -59,7 +61,7 @@ def _may_live_on(view: View, job: JobView, element: int, dead: bool) -> str:
     """Say how long a new world waits for the element's processes; nothing if they are dead."""
     if not dead:
         return fencing.fell_silent(view, job, element)
-    fencing.has_ended(job, element)
+    fencing.has_ended(view, job, element)
     return ""
 
 
@@ -73,9 +75,11 @@ def agent_died(view: View, job: JobView, finding: Finding) -> Outcome:
     """Record the death of an agent and its ranks. Its node answers, or stays under question (:mod:`ending_nodes`)."""
     out, state, element = Outcome(hurry=True), job.state, finding.element
     agent = state.agents.get(element)
+    if agent is None or agent.agent != finding.agent:
+        return out  # replaced meanwhile
     # Also of a node without which the job goes on already: it may not have stopped.
     lives = _may_live_on(view, job, element, finding.dead or finding.by == PORT_CLOSED)
-    if agent is None or _quiet(view, job, agent, element, out, ended_with_block(state, element)):
+    if _quiet(view, job, agent, element, out, ended_with_block(state, element)):
         return out
     if state.noticed.get(element) == agent.agent:
         _leave_out(state, agent, f"is gone: its agent on {agent.node} was killed", out)

@@ -84,7 +84,7 @@ class ClusterState:
     jobs: dict[str, JobState] = field(default_factory=dict)
     nodes: dict[str, NodeState] = field(default_factory=dict)
     isolated: dict[str, Mark] = field(default_factory=dict)
-    """Nodes that were taken out of service, also those given back since."""
+    """Nodes that were taken out of service or switched off, also those given back since."""
     withheld: dict[str, Mark] = field(default_factory=dict)
     """Nodes that should have been taken out of service, or left by a job, and were not."""
     taken: deque[Take] = field(default_factory=lambda: deque(maxlen=TAKES_KEPT))

@@ -79,3 +79,5 @@ class Finding(msgspec.Struct, frozen=True):
     """With AGENT_DIED: its node can be reached."""
     spare: bool = False
     """With NODE_LOST: the job goes on without the node, which is left alone."""
+    agent: str = ""
+    """With NODE_LOST and AGENT_DIED: the agent that is lost."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ class Action:
     reason: str
     text: str = ""
     """The comment or node reason for Slurm; of a shrink, the nodes that stay; of `power_off`, the program."""
+    not_after: float = math.inf
+    """When it must have begun, on the controller's clock: the reason for it may be gone by then."""
 
     @property
     def label(self) -> str:

@@ -8,6 +8,7 @@ from unicron_ctl.controller.model.cluster_state import HOLDS, REQUEUES, TAKES, C
 from unicron_ctl.controller.model.job_rules import leave_with_block
 from unicron_ctl.controller.model.job_state import AgentRecord, AvoidedNode, JobState, RefusedNode
 from unicron_ctl.controller.model.node_state import OUT
+from unicron_ctl.controller.model.requests import POWER_OFF
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.slurm.squeue import names_of
@@ -25,6 +26,8 @@ def on_action(state: ClusterState, event: Event, record: records.SlurmAction) ->
         state.held.discard((event.job, record.element))
     key = record.action, event.job, record.element, record.node
     state.intents[key] = Intent(event.time, record.slurm_reason, record.restarts)
+    if record.action == POWER_OFF:  # it counts in the limit on nodes taken out of service, also if Slurm keeps the node
+        state.isolated[record.node] = Mark(event.time, event.job)
     if record.action in TAKES:
         job = state.jobs.get(event.job)
         preempted = job is not None and job.was_noticed(record.element * job.settings.block)

@@ -32,6 +32,7 @@ from unicron_ctl.shared.system.errors import one_line
 from unicron_detector.words import plural
 
 AWAY_SECONDS = 60.0  # without an answer from Slurm, after which an admin is called
+SWITCH_SECONDS = 10.0  # for the site's program to begin; later the node may be back, with another job
 DRAIN_SECONDS = 5.0  # for a proven bad node to drain itself; then it is drained from here
 
 
@@ -177,7 +178,8 @@ def power_off(view: View, job: JobState, element: int, node: str, failure: int, 
     info, program = view.shown_node(job, element), view.config.power_off
     if not program or info is None or info.asleep or view.suspicions.doubt or view.suspicions.unsure:
         return
-    action = Action(POWER_OFF, job.job, job.block_of(element), node, "its processes may live on", program)
+    block, until = job.block_of(element), view.now + SWITCH_SECONDS
+    action = Action(POWER_OFF, job.job, block, node, "its processes may live on", program, until)
     others = _others(view, node, (job.job, element))
     why = f"other jobs run there ({', '.join(others[:8])})" if others else ""
     why = why or permission.withheld(view, action, out) or _too_many(view, node, "DOWN", out)

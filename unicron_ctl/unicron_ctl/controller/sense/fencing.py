@@ -9,10 +9,11 @@ so whoever has not shown that its door is shut counts as one that may renew it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from unicron_ctl.controller.failure_detector import quorum
 from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.job_state import MAY_LIVE, JobState
+from unicron_ctl.controller.model.job_state import MAY_LIVE, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.live import Fence
 from unicron_ctl.controller.model.view import Outcome, View
@@ -59,11 +60,24 @@ def powered_off(view: View, node: str, out: Outcome) -> None:
                     out.record(state, records.FailureAction(failure=failures[-1].id, text=text))
 
 
-def has_ended(job: JobView, element: int) -> None:
+def has_ended(view: View, job: JobView, element: int) -> None:
     """Note that this element's agent has ended with its processes, so that its door is shut."""
     record = job.state.agents.get(element)
     if job.state.mode.fenced and record is not None:
         job.ended.add(record.agent)
+        _note_shut(view, job, {element: record.agent})
+
+
+def on_word(view: View, job: JobView, agent: AgentView) -> None:
+    """Take in that an agent speaks: it has not ended, whatever showed that, and its door is shut only if it says so."""
+    state = job.state
+    if not state.mode.fenced:
+        return
+    job.ended.discard(agent.agent)
+    if agent.status.left < state.broken:
+        job.shut.pop(agent.agent, None)
+    elif state.broken and state.phase in (Phase.BREAKING, Phase.FORMING):
+        _note_shut(view, job, {agent.element: agent.agent})
 
 
 def holds(view: View, job: JobView) -> bool:
@@ -129,12 +143,13 @@ def _shown_dead(view: View, state: JobState, element: int, name: str, since: flo
 
 
 # ---------------------------------------------------------------- doors
-def _note_shut(view: View, job: JobView) -> None:
-    """Note whose doors are shut now for the worlds that are over: they stay so."""
+def _note_shut(view: View, job: JobView, news: Mapping[int, str] | None = None) -> None:
+    """Note whose doors are shut now for the worlds that are over: they stay so. news: only these agents may have shut
+    theirs since."""
     state = job.state
     if job.shut_for != state.broken:
-        job.shut_for, job.shut = state.broken, {}
-    for element, name in _world(state).items():
+        job.shut_for, job.shut, news = state.broken, {}, None
+    for element, name in (_world(state) if news is None else news).items():
         if name not in job.shut and _is_shut(view, job, element, name):
             job.shut[name] = view.now
 
@@ -174,15 +189,17 @@ def _until(view: View, job: JobView, fence: Fence, shut: dict[str, float]) -> fl
 
 
 def _recall(view: View, job: JobView) -> None:
-    """Recall agents that the previous controller gave up as silent. Their time counts from this controller's start."""
+    """Recall agents of the last world that the previous controller gave up as silent. Their time counts from this
+    controller's start. Nobody waits for the others: the last world could not form before their processes were gone."""
     state = job.state
     if job.fences_known:
         return
     job.fences_known = True
-    known = {element: record.agent for element, record in state.agents.items() if record.gone in MAY_LIVE}
-    replaced = {element: name for element, name in _world(state).items() if name in state.superseded}
-    for element, name in [*known.items(), *replaced.items()]:
-        if len(state.agents) > 1 and name not in job.fences:
+    for element, name in _world(state).items():
+        record = state.agents.get(element)
+        present = record is not None and record.agent == name
+        silent = record.gone in MAY_LIVE if record is not None and present else name in state.superseded
+        if silent and len(state.agents) > 1 and name not in job.fences:
             fenced = element not in state.unfenced
             job.fences[name] = Fence(element, view.started_at, fenced, _unknown_lease(view))
 

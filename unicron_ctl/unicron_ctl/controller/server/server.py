@@ -85,7 +85,7 @@ class Server:
         self._upkeep = LogUpkeep(store, state, lambda: self.now())
         self.core = Core(config.controller, state, self.now(), classifier, has_slurm=client is not None)
         self._weekly = answers.WeeklySum(self.core, store)
-        self.worker = Worker(client, config.controller.probe_timeout, self._tenure)
+        self.worker = Worker(client, config.controller.probe_timeout, self._tenure, self.now)
         self.watchdog: Callable[[float], object] = lambda now: None  # called in each turn; set by main
         self.turned: Callable[[float], object] = lambda now: None  # the same; raises StoreError to end the loop
         self.dropped: Counter[str] = Counter()

@@ -55,6 +55,7 @@ LEFT_OUT = "left out: an action before it failed"
 PUT_OFF = "put off: Slurm is slow, and what it shows by now comes first"
 TAKEN_OVER = "put off: calls of the controller before this one may still be under way"
 NOT_OURS = "put off: this controller could not renew its lease"
+TOO_LATE = "put off: too late, since it was decided some time ago"
 QUEUE_SHARE = 1 / 30  # of the time, for reading the whole queue if that is slow; six times that if need be
 LONGEST_QUEUE = 120.0  # seconds between two reads of it, at most
 RUN_SECONDS = 10.0  # for the actions of one request; then Slurm is listed again, and the rest is decided anew
@@ -148,8 +149,14 @@ def somebody(node: str) -> ElementInfo:
 class Worker:
     """Carries out requests."""
 
-    def __init__(self, client: SlurmClient | None, probe_timeout: float, tenure: Tenure | None = None) -> None:
-        self._client, self._probe_timeout = client, probe_timeout
+    def __init__(
+        self,
+        client: SlurmClient | None,
+        probe_timeout: float,
+        tenure: Tenure | None = None,
+        now: Callable[[], float] = time.time,  # the controller's clock
+    ) -> None:
+        self._client, self._probe_timeout, self._now = client, probe_timeout, now
         self._tenure = tenure or Tenure()  # the right to change anything in Slurm
         self.not_before = float("-inf")
         """A time of `time.monotonic` before which nothing in Slurm is changed, because calls of the previous controller
@@ -168,6 +175,7 @@ class Worker:
         self._credentials: FairQueue[Callable[[], None]] = FairQueue(AT_ONCE, OF_ONE_MACHINE, OF_ONE_ADDRESS)
         self._turns = threading.Lock()
         self._changed, self._changing = threading.Condition(), 0  # number of changes of Slurm under way
+        self._stops = threading.Event()  # programs of power_off are killed
         for name, lane in zip(("unicron-slurm", "unicron-urgent"), self._lanes, strict=True):
             threading.Thread(target=_serve_lane, args=(lane,), name=name, daemon=True).start()
 
@@ -207,7 +215,8 @@ class Worker:
         run()
 
     def close(self) -> None:
-        """Lets running calls end, and starts no more."""
+        """Lets running calls end, but not programs of power_off, and starts no more."""
+        self._stops.set()
         for lane in self._lanes:
             lane.put(None)
         for pool in (self._pool, self._verifiers, self._switches):
@@ -216,8 +225,9 @@ class Worker:
         self.verified.close()
 
     def let_changes_end(self, seconds: float) -> None:
-        """Starts no more changes of Slurm, and waits for those under way."""
+        """Starts no more changes of Slurm, and waits for those under way. Programs of power_off are killed."""
         self.not_before = float("inf")
+        self._stops.set()
         with self._changed:
             self._changed.wait_for(lambda: not self._changing, seconds)
 
@@ -278,10 +288,12 @@ class Worker:
                 return TAKEN_OVER, True
             if not self._tenure.valid:
                 return NOT_OURS, True
+            if self._now() > action.not_after:
+                return TOO_LATE, False
             self._changing += 1
         began = time.monotonic()
         try:
-            perform(self._client, action)
+            perform(self._client, action, self._stops.is_set)
         except SlurmError as error:
             return str(error), isinstance(error, SlurmTimeout)
         except Exception as error:
@@ -308,15 +320,15 @@ def _run_work(work: Callable[[], Any], then: Callable[[Any], None], results: Mai
     results.put(lambda: then(result))
 
 
-def perform(client: SlurmClient, action: Action) -> None:
-    """Carry out one action by a call of the client. Raises SlurmError."""
+def perform(client: SlurmClient, action: Action, stops: Callable[[], bool] = lambda: False) -> None:
+    """Carry out one action by a call of the client. Raises SlurmError. stops: unicrond is about to end."""
     match action.action:
         case "down":
             client.down(action.node, action.text)
         case "drain":
             log.info(drains.drain_node(client, action.node, action.text))
         case "power_off":
-            switch_off(action.text, action.node)
+            switch_off(action.text, action.node, stops=stops)
         case "resume":
             client.resume(action.node)
         case "requeue":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 
-from unicron_detector.health.programs import why_untrusted
+from unicron_detector.health.programs import why_unfit
 
 NODE = "%n"  # stands for the node's name
 
@@ -31,9 +31,9 @@ def power_off_problem(value: str) -> str:
     return ""
 
 
-def power_off_unfit(value: str) -> str:
+def power_off_unfit(value: str, node: str = NODE) -> str:
     """Return why the program must not be run on this machine, or ""; for unicrond, whose rights it gets."""
     if not value or power_off_problem(value):
         return ""
-    why = why_untrusted(shlex.split(value)[0])
+    why = why_unfit(command_of(value, node))
     return f'power_off = "{value}": {why}' if why else ""

@@ -16,6 +16,7 @@ from unicron_ctl.controller.api.answers import answer
 from unicron_ctl.controller.api.node_answers import visible_nodes
 from unicron_ctl.controller.job import injection, modes
 from unicron_ctl.controller.model.asker import EVERYBODY
+from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.consensus.restart_lease import FENCE_SECONDS, OLD_SECONDS, on_another_clock
 from unicron_ctl.shared.protocol import shared_plans, wire
@@ -234,6 +235,76 @@ def test_no_agent_gets_a_plan_before_its_controller_knows_the_doors_of_that_worl
     assert [share.doors for share in agents[2].held.values()] == [["n1:9999", "n2:9999"]]
 
 
+def test_a_controller_that_is_started_again_waits_only_for_agents_of_the_last_world():
+    """Defect: it also waited 600 s for an agent that was lost, and waited for, before that world began."""
+    world = fell_silent()
+    world.run(FENCED + 20)
+    assert sorted(world.job().members) == [0, 1, 2] and world.job().phase == "running"
+    world.restart()
+    world.run(5)
+    world.agents[1].die(1, last_line="RuntimeError: CUDA error: device-side assert triggered")
+    world.run(5)
+    assert world.job().phase == "running" and [len(plan.members) for plan in plans(world)] == [4, 3, 3]
+
+
+class SlowToEnd(PlainAgent):
+    """Its processes take long to end; it shuts its door at once."""
+
+    lease = FENCE_SECONDS
+
+    def get(self, message: wire.Message) -> None:
+        if not isinstance(message, wire.Break):
+            return super().get(message)
+        self.left = message.generation
+        self.status()
+
+    def end(self) -> None:
+        self.set(self.element, state="waiting", broken=self.left, generation=0)
+
+
+def test_a_door_counts_as_shut_since_its_agent_said_so_and_not_since_all_processes_have_ended():
+    """Defect: the lease of a silent agent was counted from the end of the others' processes."""
+    world, agents = trained(4, kind=SlowToEnd, seconds=0.3)
+    world.run(30)
+    agents[3].silent = True
+    while world.job().phase == "running":
+        world.run(0.1)
+    world.run(5.0)
+    assert world.job().phase == "breaking"
+    for agent in agents[:3]:
+        agent.end()
+    world.run(3.0)
+    assert world.job().phase == "running" and sorted(world.job().members) == [0, 1, 2]
+
+
+def test_who_counted_as_dead_and_speaks_again_has_an_open_door():
+    """Defect: it counted as shut in all later worlds."""
+    world = fell_silent(killed=True)
+    world.run(12)
+    back = world.agents[3]
+    assert sorted(world.job().members) == [0, 1, 2] and back.agent in world.core.view.job(world.job()).ended
+    back.silent = back.killed = False
+    world.run(12)
+    assert sorted(world.job().members) == [0, 1, 2, 3]
+    back.obedient = False  # it does not hear the Break
+    world.agents[1].silent = True
+    world.run(9)
+    shut = world.core.view.job(world.job()).shut
+    assert world.agents[0].agent in shut and back.agent not in shut
+
+
+@pytest.mark.parametrize("what", [What.NODE_LOST, What.AGENT_DIED])
+@pytest.mark.parametrize("dead", [True, False])
+def test_what_is_found_of_an_agent_says_nothing_about_its_successor(what, dead):
+    world, agents = plain(3, seconds=0.3)
+    job = world.core.view.job(world.job())
+    for agent in ("one before it", agents[2].agent):
+        found = Finding(what, "1", (), world.now, Source.PEER, "", 2, "n3", dead=dead, agent=agent)
+        world.core.judge(found)
+        is_it = agent == agents[2].agent
+        assert bool(world.job().failures) == bool(job.ended or job.fences) == is_it
+
+
 class PartlyFenced(PlainAgent):
     """Nothing ends the processes of the fourth node."""
 
@@ -338,6 +409,34 @@ def test_no_node_is_switched_off_without_permission():
     world = lost_with("/bin/true %n", partitions={"default": PartitionConfig(mode="act", actions=["down"])})
     assert world.job().phase == "forming" and not asked(world.slurm, "power_off")
     assert "would power off n3" in told(world)
+
+
+def test_a_node_is_switched_off_within_10_s_or_not(monkeypatch):
+    """Later it may be back, with another job."""
+    done = []
+    monkeypatch.setattr("tests.support.world.perform", lambda slurm, action: done.append(action))
+    world = lost_with("/bin/true %n")
+    asked_at = [e.time for e in world.log if e.kind == "slurm_action" and e.record.action == "power_off"]
+    assert asked_at and [one.not_after - 10.0 for one in done if one.action == "power_off"] == asked_at
+
+
+@pytest.mark.parametrize("only", [True, False])
+def test_no_more_nodes_are_switched_off_than_may_be_taken_out_of_service(only):
+    """Defect: the limit counted only what Unicron sets down itself. Without that permission, or if Slurm had the nodes
+    down before, all were switched off."""
+    rules = {"default": PartitionConfig(mode="act", actions=["power_off"])} if only else ACTS
+    config = {"power_off": "/bin/true %n", "partitions": rules, "max_isolated_nodes": 2, "max_isolated_share": 0.0}
+    world, _ = trained(6, 0, kind=PlainAgent, config=config)
+    world.run(30)
+    for node in ("n6", "n5", "n4"):
+        power_off(world, node)
+        if not only:
+            world.slurm.node_states[node], world.slurm.reasons[node] = {"DOWN", "NOT_RESPONDING"}, "Not responding"
+        world.run(60)
+    assert asked(world.slurm, "power_off") == ["n6", "n5"] and not asked(world.slurm, "down")
+    assert "n4 is not powered off: n5, n6 were taken out of service within" in told(world)
+    assert sorted(world.job().members) == [0, 1, 2], "its lease was waited for"
+    world.check_replay()
 
 
 def test_no_node_is_switched_off_under_other_jobs():

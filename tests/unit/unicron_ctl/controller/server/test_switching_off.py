@@ -46,6 +46,37 @@ def test_why_it_failed_is_said(folder: Path) -> None:
         switch_off(f"{off} %n", "n7")
 
 
+def test_what_others_can_change_is_not_run_by_way_of_an_interpreter_either(folder: Path) -> None:
+    off = program(folder, f"echo $1 > {folder}/said")
+    off.chmod(0o777)
+    for line in (f"/bin/sh {off} %n", f"/usr/bin/env {off} %n", f"/bin/sh -c '{off} %n'"):
+        assert f"others can write {off}" in power_off_unfit(line)
+        with pytest.raises(SlurmError, match="others can write"):
+            switch_off(line, "n7")
+    assert not (folder / "said").exists()
+
+
+def test_one_that_prints_without_end_is_killed(folder: Path) -> None:
+    """Defect: its errors went to a file without a limit."""
+    off = program(folder, "exec yes 'no answer of the BMC' >&2")
+    with pytest.raises(SlurmError, match="printed more than 1 MiB and was killed"):
+        switch_off(f"{off} %n", "n7", 10.0)
+
+
+def test_it_has_a_short_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNICRON_PASSWORD", "of unicrond's own")
+    switch_off(f"{program(folder, f'env > {folder}/said')} %n", "n7")
+    said = (folder / "said").read_text()
+    assert "UNICRON_PASSWORD" not in said and "PATH=" in said
+
+
+def test_it_is_killed_when_unicrond_ends(folder: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(SlurmError, match="was killed, because unicrond ends"):
+        switch_off(f"{program(folder, 'sleep 600')} %n", "n7", stops=lambda: time.monotonic() > began + 0.5)
+    assert time.monotonic() - began < 10.0
+
+
 def test_one_that_does_not_end_is_killed_with_its_children(folder: Path) -> None:
     off = program(folder, f"(sleep 5; echo late > {folder}/late) & sleep 600")
     began = time.monotonic()
@@ -57,10 +88,12 @@ def test_one_that_does_not_end_is_killed_with_its_children(folder: Path) -> None
 
 
 def test_a_child_in_the_background_delays_nothing(folder: Path) -> None:
-    off = program(folder, f"(sleep 3; echo done > {folder}/later) & exit 0")
+    off = program(folder, f"(sleep 3; echo done > {folder}/later) & echo 'no BMC' >&2; exit $2")
     began = time.monotonic()
-    switch_off(f"{off} %n", "n7")
+    switch_off(f"{off} %n 0", "n7")
     assert time.monotonic() - began < 2.5
+    with pytest.raises(SlurmError, match="ended with status 1: no BMC"):
+        switch_off(f"{off} %n 1", "n7")
     wait_for(lambda: (folder / "later").exists(), "the child goes on")
 
 

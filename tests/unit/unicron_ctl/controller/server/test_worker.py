@@ -19,6 +19,7 @@ from unicron_ctl.controller.server.worker import (
     PUT_OFF,
     QUEUE_SHARE,
     TAKEN_OVER,
+    TOO_LATE,
     Others,
     Worker,
 )
@@ -305,6 +306,29 @@ def test_who_may_not_act_changes_nothing_in_slurm() -> None:
     bench.submit(act("hold", 2))
     assert bench.heard(4)[2][1] == NOT_OURS and bench.slurm.began == ["hold 1_1"]
     bench.worker.close()
+
+
+def power_off(program: str, seconds: float) -> Action:
+    """The node is switched off if that begins within so many seconds."""
+    return Action("power_off", "1", 0, "n3", "a test", f"{program} %n", not_after=time.time() + seconds)
+
+
+def test_a_node_is_not_switched_off_long_after_it_was_lost(bench: Bench) -> None:
+    """Defect: while other programs hung it waited in a queue, and then hit a node that was back."""
+    bench.submit(power_off("/bin/false", -0.1), urgent=True)
+    assert bench.heard(2)[0][1] == TOO_LATE
+    bench.submit(power_off("/bin/true", 60.0), urgent=True)
+    assert bench.heard(4)[2][1] == ""
+
+
+def test_the_end_waits_for_no_program_that_switches_a_node_off(bench: Bench) -> None:
+    bench.submit(power_off("/bin/sh -c 'sleep 600'", 60.0), urgent=True)
+    wait_for(lambda: bench.worker._changing, "it is under way")
+    began = time.monotonic()
+    bench.worker.let_changes_end(30.0)
+    assert "was killed, because unicrond ends" in bench.heard(2)[0][1]
+    bench.worker._switches.shutdown()
+    assert time.monotonic() - began < 20.0
 
 
 def test_the_end_waits_for_changes_that_are_under_way(bench: Bench) -> None:
