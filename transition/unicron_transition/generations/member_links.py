@@ -33,7 +33,7 @@ HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")  # the receiver's token, and how many
 HEAD = struct.Struct("<QI")  # number of the exchange, bytes of the message
 MOST_BYTES = 1 << 14  # of a message: all send before they receive
 POLL_SECONDS = 0.1
-CONNECT_SECONDS = 20.0  # for all connections of a rank
+LINK_SECONDS = 20.0  # for all connections of a rank
 
 
 class MemberLinks:
@@ -93,12 +93,12 @@ def connect(
     release does not know links.
 
     before: the TCP sockets that were open before gloo's. limit: as for :class:`MemberLinks`. Raises ConnectionError
-    once `lost()`, or after CONNECT_SECONDS.
+    once `lost()`, or after LINK_SECONDS.
     """
     if size < 2 or store.add(COUNT, 0) != size:  # each has announced itself before it connected with gloo
         return None
     steps = [1 << power for power in range((size - 1).bit_length())]
-    token, deadline = secrets.token_bytes(TOKEN_BYTES), time.monotonic() + CONNECT_SECONDS
+    token, deadline = secrets.token_bytes(TOKEN_BYTES), time.monotonic() + LINK_SECONDS
     onward, coming = dict[int, socket.socket](), dict[int, socket.socket]()
 
     def check() -> None:
