@@ -9,9 +9,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+if TYPE_CHECKING:  # the controller and the agents deal by this module, and have no torch
+    import torch
 
 
 class LedgerError(RuntimeError):
@@ -36,11 +37,15 @@ class Proof(NamedTuple):
 
     def tensor(self) -> torch.Tensor:
         """Return it as a tensor of four rows, which can be summed over the ranks."""
+        import torch
+
         return torch.tensor(self, dtype=torch.float64)
 
     @classmethod
     def of(cls, rows: torch.Tensor) -> Proof:
         """Return the proof that is in such a tensor."""
+        import torch
+
         small, numbers = rows[:2].round().to(torch.int64).tolist(), rows[2:].tolist()
         return cls(*small, *numbers)
 
@@ -57,6 +62,8 @@ class Proof(NamedTuple):
 
 def _sum(numbers: list[float]) -> float:
     """Return the sum in torch's order, which the ranks of all releases have in common: a state's mark depends on it."""
+    import torch
+
     return float(torch.tensor(numbers, dtype=torch.float64).sum())
 
 
