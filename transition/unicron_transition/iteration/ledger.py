@@ -9,19 +9,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:  # the controller and the agents deal by this module, and have no torch
-    import torch
+import torch
 
 
 class LedgerError(RuntimeError):
     """Raised if a micro-batch would be counted twice or not at all: the optimizer must not step."""
-
-
-def deal(total: int, replicas: int, replica: int) -> list[int]:
-    """Return the undisturbed assignment, which needs no message: micro-batch i belongs to replica i mod `replicas`."""
-    return list(range(replica, total, replicas))
 
 
 class Proof(NamedTuple):
@@ -37,15 +31,11 @@ class Proof(NamedTuple):
 
     def tensor(self) -> torch.Tensor:
         """Return it as a tensor of four rows, which can be summed over the ranks."""
-        import torch
-
         return torch.tensor(self, dtype=torch.float64)
 
     @classmethod
     def of(cls, rows: torch.Tensor) -> Proof:
         """Return the proof that is in such a tensor."""
-        import torch
-
         small, numbers = rows[:2].round().to(torch.int64).tolist(), rows[2:].tolist()
         return cls(*small, *numbers)
 
@@ -62,8 +52,6 @@ class Proof(NamedTuple):
 
 def _sum(numbers: list[float]) -> float:
     """Return the sum in torch's order, which the ranks of all releases have in common: a state's mark depends on it."""
-    import torch
-
     return float(torch.tensor(numbers, dtype=torch.float64).sum())
 
 

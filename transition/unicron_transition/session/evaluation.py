@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 import torch
 
+from unicron_transition.generations.layout import deal
 from unicron_transition.iteration.accumulation import Accumulation, PeerLost
 from unicron_transition.iteration.exchange import Exchange
-from unicron_transition.iteration.ledger import Ledger, deal
+from unicron_transition.iteration.ledger import Ledger
 
 MOST = 1 << 10  # evaluations between the same two iterations
 NONE = -1

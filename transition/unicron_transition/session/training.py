@@ -28,12 +28,13 @@ import torch.distributed as dist
 
 from unicron_detector.processes.rank_messages import Plan
 from unicron_transition.generations import groups
+from unicron_transition.generations.layout import deal
 from unicron_transition.generations.watch import PlanTimeout
 from unicron_transition.iteration import rank_process
 from unicron_transition.iteration.accumulation import DeferredChanges, PeerLost, Work, hold_scalers
 from unicron_transition.iteration.exchange import Exchange, at_commit
 from unicron_transition.iteration.gradient_copies import Where, chosen_place
-from unicron_transition.iteration.ledger import Ledger, LedgerError, StepResult, deal
+from unicron_transition.iteration.ledger import Ledger, LedgerError, StepResult
 from unicron_transition.seams.table import UnsupportedLayout
 from unicron_transition.session.evaluation import Evaluations
 from unicron_transition.session.handover import Handover

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_transition.iteration.ledger import Ledger, LedgerError, deal
+from unicron_transition.generations.layout import deal
+from unicron_transition.iteration.ledger import Ledger, LedgerError
 
 
 @given(st.integers(0, 60), st.integers(1, 9))

@@ -6,7 +6,6 @@ from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.shared.consensus import survivors_plan
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_transition.generations import layout
-from unicron_transition.iteration.ledger import deal
 
 
 def decide(job: JobView, reports: dict[int, RankStatus] | None = None) -> survivors_plan.Decision | None:
@@ -52,5 +51,5 @@ def _lost_share(job: JobView, iteration: int, total: int) -> list[int]:
         return []
     planned = plan.assignment if plan.iteration == iteration else {}
     heads, hit = layout.heads(plan.members, plan.replica), job.state.hit()
-    usual = {slot: deal(total, len(heads), place) for place, slot in enumerate(heads) if slot in hit}
+    usual = {slot: layout.deal(total, len(heads), place) for place, slot in enumerate(heads) if slot in hit}
     return [index for slot in usual for index in planned.get(slot, usual[slot])]

@@ -16,11 +16,17 @@ def lose_stores(agents: list[FakeAgent], stored: bool = False) -> None:
         agent.status()
 
 
-def test_survivors_wait_for_a_store_and_go_on_when_one_is_back() -> None:
+def lose_a_rank_and_all_stores() -> tuple[World, list[FakeAgent]]:
+    """Return a job on two nodes, of which the second has the training state."""
     world = World()
     agents = world.start_job(nodes=2)
     lose_stores(agents)
     agents[0].die(0)
+    return world, agents
+
+
+def test_survivors_wait_for_a_store_and_go_on_when_one_is_back() -> None:
+    world, agents = lose_a_rank_and_all_stores()
     world.run(STORE_SECONDS / 2)
     assert world.job().phase is Phase.BREAKING and "job_set_aside" not in world.kinds()
     lose_stores(agents, stored=True)
@@ -30,10 +36,7 @@ def test_survivors_wait_for_a_store_and_go_on_when_one_is_back() -> None:
 
 
 def test_the_job_ends_with_a_line_if_no_store_comes_back() -> None:
-    world = World()
-    agents = world.start_job(nodes=2)
-    lose_stores(agents)
-    agents[0].die(0)
+    world, agents = lose_a_rank_and_all_stores()
     world.run(STORE_SECONDS + 5.0)
     assert world.job().phase is Phase.FORMING
     for agent in agents:
