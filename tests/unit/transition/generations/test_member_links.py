@@ -147,10 +147,11 @@ def test_a_stranger_is_not_taken_for_a_member(connected, pool, monkeypatch):
     def strangers_first(place, step, check):
         _, port, host = place.split(" ", 2)
         for said in (b"GET / HTTP/1.1\r\n\r\n--", HELLO.pack(bytes(16), step), b"GET", b""):
-            came.append(socket.create_connection((host, int(port))))
-            came[-1].sendall(said)
+            stranger = socket.create_connection((host, int(port)))
+            stranger.sendall(said)
+            came.append(stranger)  # of all members' threads
             if not said:
-                came[-1].close()
+                stranger.close()
         return dial(place, step, check)
 
     monkeypatch.setattr(member_links, "_dial", strangers_first)
