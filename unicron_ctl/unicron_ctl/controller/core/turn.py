@@ -7,7 +7,7 @@ the controller still checks its members.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from unicron_ctl.controller.job import adoption, job_events, spares, transitions
 from unicron_ctl.controller.job.modes import Trigger
@@ -85,8 +85,7 @@ class Turns:
                 return
             if sensor.when is when:
                 outcome = sensor.sense(self._view, view, memory)
-                for agent, key, message in outcome.orders:
-                    self._order(agent, key, message)
+                self._order(outcome.orders)
                 self._carry_out(outcome)
 
     def _sense(self, job: JobState, view: JobView) -> None:
@@ -132,8 +131,7 @@ class Turns:
         self.later.add(job.job)
         if job.phase is Phase.BREAKING:
             orders = self._standing_orders(view)
-            for agent in view.alive():
-                self._recheck(view, agent.element, self._order(agent, orders.break_key, orders.broken))
+            self._order([(agent, orders.break_key, orders.broken) for agent in view.alive()], view)
         else:
             view.touched.update(view.agents)
             self._send_orders(job)
@@ -171,8 +169,8 @@ class Turns:
         view = self._view.job(job)
         self._requeue_due_orders(view)
         runtime = self._runtime(job)
-        for agent, order in list(cut_orders(self._view, view, runtime.cuts, runtime.spares.ready)):
-            self._order(agent, f"cut {order.iteration}", order)
+        cuts = list(cut_orders(self._view, view, runtime.cuts, runtime.spares.ready))
+        self._order((agent, f"cut {order.iteration}", order) for agent, order in cuts)
         self._carry_out(report_gaps(view, runtime.cuts))
         if view.touched:
             self._send_orders(job)
@@ -193,7 +191,7 @@ class Turns:
             for key, message in due_orders(view, agent, orders, now):
                 ordered = True
                 if isinstance(message, wire.Break):  # all agents hear of a Break before anything else happens
-                    self._recheck(view, element, self._order(agent, key, message))
+                    self._order([(agent, key, message)], view)
                 else:
                     rest.append((agent, key, message))
             starts = next_start(view, agent, now) if element in view.restarts else None
@@ -204,8 +202,7 @@ class Turns:
             if awaits_doors(view, agent, orders):
                 self._recheck(view, element, now + self._view.config.repeat_seconds)
         view.touched.clear()
-        for agent, key, message in rest:
-            self._recheck(view, agent.element, self._order(agent, key, message))
+        self._order(rest, view)
 
     def _standing_orders(self, view: JobView) -> StandingOrders:
         """Returns the job's orders for all agents, and makes them anew when they change."""
@@ -232,14 +229,21 @@ class Turns:
                 del view.due[element]
                 view.touched.add(element)
 
-    def _order(self, agent: AgentView, key: str, order: Order) -> float:
-        """Sends the order, unless that was done a moment ago. Returns when it may be repeated."""
+    def _order(self, orders: Iterable[tuple[AgentView, str, Order]], view: JobView | None = None) -> None:
+        """Sends the orders, but for those that were sent a moment ago. view: the agents' job, in which each agent is
+        checked again when its order may be repeated.
+
+        It is one loop, because a Break and a plan go to all agents of a large job.
+        """
         now, pause = self._view.now, self._view.config.repeat_seconds
-        last = agent.repeated.get(key)
-        if last is not None and now - last < pause - SOON:
-            return last + pause
-        if len(agent.repeated) > ORDERS_KEPT:
-            agent.repeated.clear()
-        agent.repeated[key] = now
-        self._send(Send(agent.route, order() if callable(order) else order))
-        return now + pause
+        for agent, key, order in orders:
+            last = agent.repeated.get(key)
+            if last is not None and now - last < pause - SOON:
+                again = last + pause
+            else:
+                if len(agent.repeated) > ORDERS_KEPT:
+                    agent.repeated.clear()
+                agent.repeated[key], again = now, now + pause
+                self._send(Send(agent.route, order() if callable(order) else order))
+            if view is not None:
+                self._recheck(view, agent.element, again)

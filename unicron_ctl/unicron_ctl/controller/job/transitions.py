@@ -113,8 +113,10 @@ def break_generations(view: View, job: JobView, trigger: Trigger) -> Outcome:
 
 def _iterations_again(job: JobView) -> int:
     """Iterations that a world of plain programs has made since its last checkpoint; 0 if none was seen."""
+    if job.state.mode.reports:
+        return 0
     saved = max((s.saved for slot in job.state.members if (s := job.status(slot)) is not None), default=-1)
-    return max(0, job.state.iteration + 1 - saved) if saved >= 0 and not job.state.mode.reports else 0
+    return max(0, job.state.iteration + 1 - saved) if saved >= 0 else 0
 
 
 def resume_training(view: View, job: JobView, trigger: Trigger) -> Outcome:

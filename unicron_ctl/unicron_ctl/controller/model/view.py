@@ -321,8 +321,7 @@ class View:
         return None if late else [e for e in self.slurm.expected[job.job] if not job.was_noticed(e)]
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(NamedTuple):
     """One message to one agent."""
 
     route: Route

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import groupby
+from operator import attrgetter
 
 import msgspec
 from prometheus_client.core import Metric
@@ -474,7 +475,7 @@ class Server:
     def _send_outbox(self) -> None:
         outbox, self.core.outbox = self.core.outbox, []
         last: tuple[wire.Message | None, bytes] = None, b""
-        for route, sends in groupby(outbox, lambda send: send.route):
+        for route, sends in groupby(outbox, attrgetter("route")):
             encoded: list[bytes] = []
             for send in sends:
                 if send.message is not last[0]:  # a message to many agents is encoded once

@@ -53,15 +53,11 @@ class Connection:
         self.route = route  # the program's name for the connection, which is never reused
         self.name = route.hex()
         self.out: deque[bytes] = deque()
-        self.known, self.queued = False, False
+        self.open, self.known, self.queued = True, False, False
         self.counted = 0  # its bytes in the listener's sum
         self.came = now
         self.since = now  # when it began to wait for the rest of a message, or to be read
         self.marked_at = float("-inf")  # as known
-
-    @property
-    def open(self) -> bool:
-        return self.socket.fileno() >= 0
 
 
 class Listener:
@@ -170,7 +166,8 @@ class Listener:
         connection = self._by_route.get(route)
         if connection is None or len(connection.out) >= UNSENT:
             return False
-        self._write(connection, b"".join(map(connection.session.pack, messages)))
+        pack = connection.session.pack
+        self._write(connection, pack(messages[0]) if len(messages) == 1 else b"".join(map(pack, messages)))
         return True
 
     def unread(self, route: bytes) -> bool:
@@ -315,7 +312,11 @@ class Listener:
     # ------------------------------------------------------------ bounds
     def _account(self, connection: Connection, done: bool) -> None:
         """Count the bytes that a connection holds. done: it has made progress."""
-        held = connection.session.held + sum(map(len, connection.out)) if connection.out else connection.session.held
+        held = connection.session.held
+        if connection.out:
+            held += sum(map(len, connection.out))
+        elif not held and not connection.counted:  # nearly always: a message is read as a whole, and sent at once
+            return
         if done or not connection.counted:
             connection.since = time.monotonic()
         if held == connection.counted:
@@ -402,6 +403,7 @@ class Listener:
         del self._by_route[connection.route]
         self._limits.remove(descriptor)
         self._commands.buckets.pop(connection.name, None)
+        connection.open = False
         connection.socket.close()
 
     def _warn_rarely(self, text: str) -> None:

@@ -104,6 +104,8 @@ class Session:
     def read(self) -> bytes | object | None:
         """Return the next message; NOTHING after a command or a step of the handshake; None if bytes are missing.
         Raises ProtocolError."""
+        if self._at == len(self._data):
+            return None
         if not self.ready:
             return self._step(self)
         frame = self._frame(self._most + OVERHEAD_BYTES)
