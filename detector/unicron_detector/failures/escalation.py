@@ -110,7 +110,7 @@ def action_failed(
     state = history.state(job, slot, now)
     if moved and state is State.ISOLATING:
         state = State.MOVED
-    faults = history.by_slot.get((job, slot))
+    faults = history.of_slot(job, slot)
     following, action = _step(state, Event.FAILED, faults[-1].scope if faults else "", stays)
     reason = f"{state.value} failed ({why}): {action}"
     return Decision(SEVERITY_OF_ACTION[action], action, reason, "action_failed", Event.FAILED, following)
@@ -151,7 +151,7 @@ class Case:
         history, fault = self.history, self.fault
         self.seen = history.same_cause(fault.job, fault.slot, fault.cause, fault.time)
         self.stuck = history.since_progress.get(fault.job) or Stuck()
-        self.mine = [*self.stuck.slots.get(fault.slot, ()), fault]
+        self.mine = [*self.stuck.of_slot(fault.slot), fault]
         quick = history.policy.is_quick
         self.quick_deaths = [one for one in self.mine if quick(one)] if quick(fault) else []
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import operator
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -117,20 +116,30 @@ def moments(times: Iterable[float], apart: float) -> int:
 _Key = TypeVar("_Key")
 
 
-def _append(faults: dict[_Key, deque[Fault]], key: _Key, fault: Fault) -> None:
+class Last(msgspec.Struct, array_like=True, gc=False):
+    """The last faults of a slot or a node, the oldest first. Nearly all have one, for which a deque would take 760
+    bytes. Saved states have it as these two fields."""
+
+    most: int
+    faults: list[Fault]
+
+
+def _append(faults: dict[_Key, Last], key: _Key, fault: Fault) -> None:
     """Add a fault to the last ones of a slot or a node."""
     kept = faults.get(key)
     if kept is None:
-        kept = faults[key] = deque(maxlen=FAULTS_KEPT)
-    kept.append(fault)
+        faults[key] = Last(FAULTS_KEPT, [fault])
+        return
+    kept.faults.append(fault)
+    if len(kept.faults) > kept.most:
+        del kept.faults[0]
 
 
 @dataclass
 class Stuck:
     """The faults of a job since it last finished an iteration."""
 
-    slots: dict[int, deque[Fault]] = field(default_factory=dict)
-    """The last ones of each slot."""
+    slots: dict[int, Last] = field(default_factory=dict)
     quick: set[str] = field(default_factory=set)
     """Nodes on which ranks died soon after their start."""
     starts: dict[str, set[str]] = field(default_factory=dict)
@@ -147,6 +156,10 @@ class Stuck:
         if fault.scope == "storage" and self.storage is None:
             self.storage = fault.time
 
+    def of_slot(self, slot: int) -> list[Fault]:
+        """Return the last ones of a slot."""
+        return self.slots[slot].faults if slot in self.slots else []
+
 
 @dataclass
 class History:
@@ -156,13 +169,13 @@ class History:
     states: dict[tuple[str, int], State] = field(default_factory=dict)  # by job and slot
     last: dict[tuple[str, int], float] = field(default_factory=dict)  # when the state was set
     of_job: dict[str, set[int]] = field(default_factory=dict)  # the slots with a state
-    by_slot: dict[tuple[str, int], deque[Fault]] = field(default_factory=dict)
-    by_node: dict[str, deque[Fault]] = field(default_factory=dict)
+    by_slot: dict[tuple[str, int], Last] = field(default_factory=dict)
+    by_node: dict[str, Last] = field(default_factory=dict)
     since_progress: dict[str, Stuck] = field(default_factory=dict)
     recent: Recent = field(default_factory=Recent)
     # Decisions about a job rest on its own faults alone, since no user's processes may move another's job. So both are
     # here again, by job; those of all jobs are for admins.
-    node_of_job: dict[str, dict[str, deque[Fault]]] = field(default_factory=dict)
+    node_of_job: dict[str, dict[str, Last]] = field(default_factory=dict)
     recent_of_job: dict[str, Recent] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -185,14 +198,24 @@ class History:
         """Whether the slot had a fault or an action before."""
         return (job, slot) in self.states or (job, slot) in self.by_slot
 
+    def of_slot(self, job: str, slot: int) -> list[Fault]:
+        """Return the last faults of a slot, the oldest first."""
+        kept = self.by_slot.get((job, slot))
+        return kept.faults if kept is not None else []
+
+    def of_node(self, node: str, job: str | None = None) -> list[Fault]:
+        """Return the last faults of a node, the oldest first: of all jobs, or of one."""
+        kept = (self.by_node if job is None else self.node_of_job.get(job, {})).get(node)
+        return kept.faults if kept is not None else []
+
     def acting(self, job: str) -> list[int]:
         """Return the slots of the job for which an action runs, in order."""
         return sorted(self._acting.get(job, ()))
 
     def set_state(self, job: str, slot: int, state: State, now: float) -> None:
         """Take in that an action runs for the slot from now on."""
-        self.states[(job, slot)] = state
-        self.last[(job, slot)] = now
+        key = job, slot
+        self.states[key], self.last[key] = state, now
         self.of_job.setdefault(job, set()).add(slot)
         self._note_action(job, slot, state)
 
@@ -250,7 +273,7 @@ class History:
 
     def same_cause(self, job: str, slot: int, cause: str, now: float) -> int:
         """Count how often the cause struck the slot alone of its job, within the window."""
-        faults = self.by_slot.get((job, slot), ())
+        faults = self.of_slot(job, slot)
         within = [fault for fault in faults if fault.cause == cause and now - fault.time <= self.policy.window]
         return sum(not self._struck_others(fault) for fault in within)
 
@@ -267,8 +290,8 @@ class History:
     def node_moments(self, node: str, now: float, new: Fault | None = None) -> int:
         """Count the separate moments of the node's own faults within the flap window: of all jobs, or of the new
         fault's job. Faults of applications, and network faults that something else explains, do not count."""
-        by_node = self.node_of_job.get(new.job, {}) if new else self.by_node
-        own = [fault for fault in by_node.get(node, ()) if now - fault.time <= self.policy.flap_window]
+        faults = self.of_node(node, new.job if new else None)
+        own = [fault for fault in faults if now - fault.time <= self.policy.flap_window]
         own += [new] if new else []
         recent = self._of_job(new.job) if new else self.recent
         times = [fault.time for fault in own if fault.scope in BLAMING and not self._elsewhere(fault, recent)]

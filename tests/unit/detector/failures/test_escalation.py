@@ -409,7 +409,7 @@ def test_forgetting_a_job_keeps_what_is_known_of_nodes():
     run = Run()
     run.fault("link_flapping", job="1", node="n1")
     run.history.forget_job("1")
-    assert run.history.states == {} and len(run.history.by_node["n1"]) == 1
+    assert run.history.states == {} and len(run.history.of_node("n1")) == 1
     assert not run.history.node_of_job and not run.history.recent_of_job
 
 

@@ -256,7 +256,7 @@ def _just_died(job: JobState, node: str, at: float) -> Failure | None:
 def action_failed(view: View, job: JobView, finding: Finding) -> Outcome:
     """Take the next severity after an action that exceeded its time limit."""
     state, slot, out = job.state, finding.slots[0], Outcome(hurry=True)
-    faults = view.state.history.by_slot.get((state.job, slot))
+    faults = view.state.history.of_slot(state.job, slot)
     if finding.action == RESTART and finding.element >= 0:  # an element that Slurm was to start again
         reason = f"restart of element {finding.element} on {finding.node} failed ({finding.evidence}): {MOVE}"
         after = escalation_table.State.ISOLATING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.structs import RankStatus
@@ -14,6 +15,16 @@ Route = tuple[bytes, ...]
 def keeps(status: RankStatus) -> bool:
     """Whether the rank keeps its state when the job goes on without it, or is formed anew."""
     return status.replica > 1 or bool(status.shards)
+
+
+class LastWord(NamedTuple):
+    """How far a process had come by its last status. The status itself is eight times as large, and after a failure of
+    all ranks it would be kept for each."""
+
+    incarnation: int
+    iteration: int
+    phase: str
+    done: list[int]
 
 
 @dataclass
@@ -68,8 +79,8 @@ class AgentView:
     """The highest generation among its ranks, entered or being entered."""
     broken: int = 0
     """The highest Break that has reached all of its ranks."""
-    before: dict[int, RankStatus] = field(default_factory=dict)
-    """slot -> the last status of the process before the present one."""
+    before: dict[int, LastWord] = field(default_factory=dict)
+    """slot -> the process before the present one."""
     waits: bool = False
     """Whether one of its ranks waits to enter, or would."""
     stored_at: float | None = None
@@ -170,7 +181,8 @@ class AgentView:
             if rank.state == "starting":
                 self.began[slot] = now
         elif old.incarnation != rank.incarnation:
-            self.before[slot], self.began[slot] = old, now
+            self.before[slot] = LastWord(old.incarnation, old.iteration, old.phase, old.done)
+            self.began[slot] = now
         if rank.state in CAN_ENTER and (slot in self.began or old is None or old.state not in CAN_ENTER):
             self._came(slot, rank.incarnation, now)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView
+from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView, LastWord
 from unicron_ctl.controller.model.job_state import NO_SLOT, Identity, JobState, Phase
 from unicron_ctl.controller.model.live import READY, Fence, Fetching, LastStep, ProgressWatch, Survey
 from unicron_ctl.shared.protocol.structs import RankStatus
@@ -119,8 +119,8 @@ class JobView:
         agent = self.agents.get(slot // self.per_node)
         return agent.ranks.get(slot) if agent else None
 
-    def last_word(self, slot: int, process: Identity) -> RankStatus | None:
-        """The last status of that process, which may have a successor by now."""
+    def last_word(self, slot: int, process: Identity) -> RankStatus | LastWord | None:
+        """How far that process had come, which may have a successor by now."""
         agent = self.agent(slot)
         if agent is None or agent.agent != process.agent:
             return None

@@ -239,7 +239,7 @@ def suspect(view: View, node: str) -> str:
     cleared = known.paired.at if known.paired and known.paired.verdict == "good" else 0.0
     if known.suspected_at > cleared and view.now - known.suspected_at < SUSPECT_SECONDS:
         return known.suspicion
-    faults = history.by_node.get(node)
+    faults = history.of_node(node)
     if not faults:
         return ""
     times = history.node_moments(node, view.now)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-import numpy  # noqa: F401  (unicron_detector.iterations.peer_metrics needs it: loaded now, not during a failure)
+import numpy.ma  # noqa: F401  (medians, and unicron_detector.iterations.peer_metrics: loaded now, not in a job)
 
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_state import JobState, Phase

@@ -152,7 +152,7 @@ def check_actions(view: View, job: JobView, clocks: ActionClocks) -> Outcome:
 
 def _check_slot(view: View, job: JobView, clocks: ActionClocks, slot: int, state: State, out: Outcome) -> None:
     history, known = view.state.history, job.state
-    faults = history.by_slot.get((known.job, slot))
+    faults = history.of_slot(known.job, slot)
     node = faults[-1].node if faults else ""
     record = known.agents.get(known.element(slot))
     moved = state is State.ISOLATING and record is not None and not record.gone and record.node != node

@@ -14,10 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import msgspec
-from prometheus_client.core import Metric
-
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.core.core import Core
 from unicron_ctl.controller.core.state_snapshot import read_state
@@ -27,7 +26,6 @@ from unicron_ctl.controller.server import event_lines
 from unicron_ctl.controller.server.credentials import Introducer, Unproven, Verifier, Where
 from unicron_ctl.controller.server.fair_queue import OF_ALL, AnswerCache, FairQueue, Question, add_question
 from unicron_ctl.controller.server.log_upkeep import LogUpkeep
-from unicron_ctl.controller.server.metrics import gauges
 from unicron_ctl.controller.server.sockets import Ports
 from unicron_ctl.controller.server.telling import DAY, Telling
 from unicron_ctl.controller.server.worker import Result, Worker
@@ -48,6 +46,9 @@ from unicron_ctl.shared.system.mailbox import Mailbox
 from unicron_ctl.shared.system.throttle import Throttle
 from unicron_detector.failures.classify import Classifier
 from unicron_detector.words import plural
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 log = logging.getLogger("unicron.controller")
 TICK_SECONDS, PAUSE_SECONDS = 0.05, 0.2  # between two ticks: from start to start at least, from end to start at most
@@ -172,6 +173,8 @@ class Server:
                 self._answer_some()
 
     def _present(self) -> Iterable[Metric]:
+        from unicron_ctl.controller.server.metrics import gauges  # loaded with the exporter
+
         assert self.exporter is not None
         self.core.now = self.now()
         return gauges(self.core, self.exporter.counts.failed, self.dropped, self.store.size)

@@ -6,11 +6,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from unicron_ctl.controller.server.exporter import Exporter, cannot_serve, metrics_place
 from unicron_ctl.shared.protocol.listener import QUEUE, listening
 from unicron_ctl.shared.system.addresses import canonical, endpoint, join, reason_of, split
 from unicron_ctl.shared.system.errors import UserError
+
+if TYPE_CHECKING:
+    from unicron_ctl.controller.server.exporter import Exporter
 
 TRIES = 5  # to find a port that is free for TCP and UDP
 
@@ -41,7 +44,10 @@ def bind(listen: str, metrics: str = "", known_as: Sequence[str] = ()) -> Ports:
     Raises CannotListen."""
     ports = _bind_sockets(listen, QUEUE)
     try:
-        ports.exporter = Exporter(metrics, [endpoint(one)[0] for one in known_as]) if metrics else None
+        if metrics:
+            from unicron_ctl.controller.server.exporter import Exporter  # 10 MiB, which most controllers do not need
+
+            ports.exporter = Exporter(metrics, [endpoint(one)[0] for one in known_as])
     except UserError as error:
         ports.close()
         raise CannotListen(str(error)) from None
@@ -52,10 +58,15 @@ def why_not(listen: str, metrics: str = "") -> str:
     """Return the reason why nothing can listen there now, or "". Nobody can connect during the test."""
     try:
         _bind_sockets(listen, 0).close()
-        for one in listening(*metrics_place(metrics), 0) if metrics else ():
-            one.close()
     except CannotListen as error:
         return str(error)
+    if not metrics:
+        return ""
+    from unicron_ctl.controller.server.exporter import cannot_serve, metrics_place
+
+    try:
+        for one in listening(*metrics_place(metrics), 0):
+            one.close()
     except OSError as error:
         return str(cannot_serve(metrics, error))
     return ""

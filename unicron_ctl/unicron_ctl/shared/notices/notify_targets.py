@@ -1,26 +1,21 @@
 """Sends a message to a target of [notify]: a hook program, mail, Slack, a webhook. It may take long.
 
 A separate program sends it, which can be killed whatever it waits for: the hook, or for the others this module
-(``python -m unicron_ctl.shared.notices.notify_targets``, with an :class:`Order` on its standard input).
+(``python -m unicron_ctl.shared.notices.notify_targets``, with an :class:`Order` on its standard input). Only that program
+loads the modules for mail and HTTP.
 """
 
 from __future__ import annotations
 
 import contextlib
-import email.utils
 import json
 import os
 import signal
-import smtplib
 import socket
-import ssl
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from email.message import EmailMessage
 from functools import partial
 from typing import Any
 
@@ -162,6 +157,11 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def send_mail(config: NotifyConfig, secrets: Secrets, message: Message) -> None:
     """Send the message as plain text. Raises NotTold, OSError and SMTPException."""
+    import email.utils
+    import smtplib
+    import ssl
+    from email.message import EmailMessage
+
     host, port = split(config.smtp)
     mail = EmailMessage()
     mail["Subject"] = one_line(message.subject)
@@ -183,20 +183,22 @@ def send_mail(config: NotifyConfig, secrets: Secrets, message: Message) -> None:
         raise NotTold(f"the mail server refused {', '.join(sorted(refused))}")
 
 
-class _Stay(urllib.request.HTTPRedirectHandler):
-    """Refuses redirections: the message is for the server that the admin has named."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
 def post(url: str, data: dict[str, object], seconds: float, token: str = "") -> None:
     """Post JSON. Raises NotTold."""
+    import urllib.error
+    import urllib.request
+
+    class Stay(urllib.request.HTTPRedirectHandler):
+        """Refuses redirections: the message is for the server that the admin has named."""
+
+        def redirect_request(self, *_: Any) -> None:
+            return None
+
     headers = {"Content-Type": "application/json", "User-Agent": "unicrond"}
     headers |= {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url, json.dumps(data).encode(), headers, method="POST")
     try:
-        with urllib.request.build_opener(_Stay).open(request, timeout=seconds) as answer:
+        with urllib.request.build_opener(Stay).open(request, timeout=seconds) as answer:
             answer.read(1024)
     except urllib.error.HTTPError as error:
         raise NotTold(f"the server answered with status {error.code}") from None
