@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from unicron_ctl.shared.protocol import wire
-from unicron_ctl.shared.protocol.structs import RankStatus
+from unicron_ctl.shared.protocol.structs import Progress, RankStatus
 
 CAN_ENTER = ("waiting", "standby")
 Route = tuple[bytes, ...]
@@ -159,15 +160,26 @@ class AgentView:
         apart = {slot for part in message.progress for slot in part.slots}
         changed: list[int] = []
         for part in message.progress:
-            slots = part.slots or (self.ranks.keys() - apart if apart else self.ranks)
-            for slot in slots:
-                rank = self.ranks.get(slot)
-                if rank is None or (rank.iteration == part.iteration and rank.phase == part.phase):
-                    continue
-                if rank.iteration != part.iteration:
-                    rank.iteration, rank.done = part.iteration, []
-                rank.phase, self.progress[slot] = part.phase, now
-                changed.append(slot)
+            others = self.ranks.keys() - apart if apart else self.ranks
+            changed += self._go_on(part, part.slots or others, now)
+        return changed
+
+    def _go_on(self, part: Progress, slots: Iterable[int], now: float) -> list[int]:
+        """Brings the slots to this point, and returns those that were not there yet."""
+        ranks, progress, iteration, phase = self.ranks, self.progress, part.iteration, part.phase
+        changed: list[int] = []
+        for slot in slots:
+            rank = ranks.get(slot)
+            if rank is None:
+                continue
+            if rank.iteration != iteration:
+                rank.iteration = iteration
+                if rank.done:
+                    rank.done = []
+            elif rank.phase == phase:
+                continue
+            rank.phase, progress[slot] = phase, now
+            changed.append(slot)
         return changed
 
     def _note_change(self, slot: int, old: RankStatus | None, rank: RankStatus, now: float) -> None:

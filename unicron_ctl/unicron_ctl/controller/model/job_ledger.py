@@ -82,8 +82,7 @@ class OpenIteration:
             self.missing.difference_update(table.slots)
         self.seconds += table.seconds
         self.generation = max(self.generation, table.generation)
-        for batches in table.micro_batches:
-            self._count(batches)
+        self._count([index for batches in table.micro_batches for index in batches])
         for slot, computed in table.computed.items():
             batches = table.micro_batches[table.slots.index(slot)]
             self.dropped = self.dropped or len(computed) > len(batches)
@@ -92,9 +91,12 @@ class OpenIteration:
                     self.besides[index] = self.besides.get(index, 0) + more
 
     def _count(self, indices: list[int]) -> None:
-        """Counts a gradient's indices. `Counter.update` takes several times as long for the few of one rank."""
-        counts = self.summed
+        """Counts the indices in the gradients of a table's ranks. Nearly always each is new."""
+        counts, new = self.summed, dict.fromkeys(indices, 1)
         self.in_gradients += len(indices)
+        if len(new) == len(indices) and counts.keys().isdisjoint(new):
+            counts.update(new)
+            return
         for index in indices:
             if index in counts:
                 counts[index] += 1

@@ -66,21 +66,26 @@ class Standing:
         rank in every iteration."""
         came, count, outside = self.done, self.count, self.outside
         for slot, status in members:
-            if not status.micro_batches or status.phase not in ORDER:
+            phase = status.phase
+            if not status.micro_batches or phase not in ORDER:
                 self._stop_judging(slot)
                 continue
             if status.moved and self.moved.get(slot) != status.moved:
                 self.moved[slot] = status.moved
                 self.pulses += 1
-            stepped = status.phase == "stepped"
+            stepped = phase == "stepped"
             done, before = status.iteration + stepped, came.get(slot)
             if before != done:
-                if before is not None:
+                if before is None:
+                    self.unjudged.discard(slot)
+                elif before in outside or count[before] == 1:
                     self._forget(slot, before)
                 else:
-                    self.unjudged.discard(slot)
+                    count[before] -= 1
                 came[slot] = done
                 count[done] = count.get(done, 0) + 1
+            if not stepped and done not in outside:
+                continue
             waiting = outside.get(done)
             if stepped == (waiting is not None and slot in waiting):
                 continue

@@ -28,6 +28,7 @@ from unicron_detector.iterations.stragglers import Stragglers
 
 WINDOW, NEWEST = 16, 4  # iterations
 MOST_COMPARED = 64  # ranks that are compared with each other one by one
+AT_ONCE = 1024  # ranks whose means are taken at once: those of 16,384 took 15 MiB for a moment, which stayed the peak
 MOST_NOTED = 1 << 12  # ranks' steps that wait to be taken in; eight times as many held an answer up for 27 ms
 CHOOSE_EVERY = 64  # iterations between two choices of the ranks to compare
 COLUMNS = (*PHASES, "outside")  # of the array: the order of `structs.PHASES`
@@ -141,6 +142,10 @@ class PhaseTimes:
 
     def _means(self, rows: npt.NDArray[np.int64], last: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
         """Return (rank x phase means, whether the rank was seen) of the iterations that each rank reported last."""
+        parts = [self._means_of(rows[at : at + AT_ONCE], last) for at in range(0, max(1, len(rows)), AT_ONCE)]
+        return np.concatenate([means for means, _ in parts]), np.concatenate([seen for _, seen in parts])
+
+    def _means_of(self, rows: npt.NDArray[np.int64], last: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
         stamps, seconds = self.stamps[rows], self.seconds[rows]
         newest = stamps.max(axis=1, initial=-1)
         mask = (stamps >= 0) & (stamps > (newest - last)[:, None])

@@ -218,9 +218,9 @@ class Store:
         A crash of the process loses nothing. A crash of the machine loses at most the last moments, but no LASTING
         event, which is on the disk before agents or Slurm hear of it.
         """
-        rows = [(e.id, e.time, e.job, e.generation, e.kind, e.payload) for e in events]
-        if not rows:
+        if not events:
             return
+        rows = ((e.id, e.time, e.job, e.generation, e.kind, e.payload) for e in events)
         lasting = any(isinstance(event.record, LASTING) for event in events)
         with self._transaction(lasting):
             self._db.executemany("INSERT INTO event VALUES (?, ?, ?, ?, ?, ?)", rows)

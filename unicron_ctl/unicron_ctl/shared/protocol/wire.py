@@ -517,13 +517,16 @@ def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind)
 
 
+_of_controller = decoder(ToController)  # the hash of its many kinds takes longer than the decoding of a short message
+
+
 def decode(data: bytes, kind: Any = ToController, form: Format = PROTOCOL) -> Any:
     """Decode a message and check it against `kind`. form: the format whose version it has. Raises :class:`BadMessage`
     with the reason, or :class:`OtherRelease`."""
     if len(data) > MAX_BYTES:
         raise BadMessage(f"{len(data)} bytes are over the limit of {MAX_BYTES}")
     try:
-        message = decoder(kind).decode(data)
+        message = (_of_controller if kind is ToController else decoder(kind)).decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         if refusal := form.refusal(_number(data, form)):
             raise OtherRelease(refusal) from None

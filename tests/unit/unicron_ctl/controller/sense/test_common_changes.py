@@ -1,14 +1,17 @@
 """Changes that all ranks of a large job make at once call for no close look at each rank; odd ones still do."""
 
+import tracemalloc
 from collections.abc import Collection
 
+import numpy as np
 import pytest
 
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.job import candidates
 from unicron_ctl.controller.model.job_state import Phase
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.sense.timing import PhaseTimes
+from unicron_ctl.controller.model.agent_view import LastWord
+from unicron_ctl.controller.sense.timing import AT_ONCE, COLUMNS, PhaseTimes, Times
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 
@@ -102,3 +105,47 @@ def test_limits_are_asked_at_every_tick_without_taking_phases_in(monkeypatch: py
     agents[0].step(slot, 1, [0])
     world.run(0.5)
     assert not taken
+
+
+def test_the_ranks_to_compare_are_chosen_without_a_copy_of_all_times() -> None:
+    """Defect: for 16,384 ranks 15 MiB were taken for a moment, and the process kept them."""
+    times, ranks = PhaseTimes(), 8 * AT_ONCE + 5
+    for iteration in range(3):
+        seconds = np.full((ranks, len(COLUMNS)), 0.1)
+        seconds[AT_ONCE + 7, 1] = 0.5
+        slots = list(range(ranks))
+        times.take_in([Times(iteration, slots, seconds.tobytes(), [1] * ranks, True, True)])
+    tracemalloc.start()
+    try:
+        compared = times.comparable()
+        taken = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    phase = list(COLUMNS)[1]
+    assert max(compared, key=lambda slot: compared[slot][phase]) == AT_ONCE + 7
+    assert taken < times.seconds[:ranks].nbytes + times.stamps[:ranks].nbytes
+
+
+def test_a_break_asks_for_no_ranks_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect: the Break looked for the checkpoints of all ranks, which only plain programs have, before it was sent."""
+    world, asked = World(), list[int]()
+    agents = world.start_job(nodes=20, ranks=8)
+    world.iterate("1", 0)
+    status = JobView.status
+    monkeypatch.setattr(JobView, "status", lambda job, slot: asked.append(slot) or status(job, slot))
+    for agent in agents:
+        agent.obedient = False  # their stops come later
+    agents[3].die(25)
+    assert world.job().broken and len(set(asked)) < 8
+
+
+def test_of_a_process_that_has_a_successor_only_its_last_word_is_kept() -> None:
+    """Defect: its whole status was, after a failure of all ranks for each of them."""
+    world = World()
+    agents = world.start_job(nodes=2, ranks=2)
+    world.iterate("1", 0)
+    agents[1].set(3, done=[3])
+    agents[1].die(3)
+    agents[1].set(3, state="starting", incarnation=1, exit=None, done=[], iteration=-1)
+    view = world.core.view.live.agent("1", 1)
+    assert view is not None and view.before == {3: LastWord(0, 1, "computing", [3])}

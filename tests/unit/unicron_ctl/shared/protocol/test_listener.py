@@ -362,3 +362,15 @@ def test_a_program_that_is_behind_puts_out_nobody_for_short_messages(
 
     wait_for(all_heard, "all are heard", 30.0)
     assert not served.refused
+
+
+def test_what_has_not_come_is_not_looked_for(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
+    """Defect: a frame was looked for before the data was read, and once more after the last message."""
+    served, looks = serve(encrypted=False), list[int]()
+    peer = stranger(served)
+    served.until(lambda: not served.listener._shaking, "it is connected")
+    frame = module.Session._frame
+    monkeypatch.setattr(module.Session, "_frame", lambda own, most: looks.append(most) or frame(own, most))
+    peer.socket.sendall(framed(0, b"step"))
+    served.until(lambda: served.heard, "it is heard")
+    assert len(looks) == 1
