@@ -19,8 +19,8 @@ PIECE = 4  # bytes of a key of the index
 SHORTEST = 3  # letters of a word
 LONGEST_REPEAT = 120  # times that a piece with no end of its own may repeat
 
-_TOKEN = re.compile(
-    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:!=]|<[!=])|\(\?|[()|^$.]|[*+?]|\{\d*,?\d*\}|.",
+_TOKEN = re.compile(  # first letters that stand for themselves, as many as there are: a start reads 64,000 of them
+    r"[\w ]{2,}(?![*+?{])|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:!=]|<[!=])|\(\?|[()|^$.]|[*+?]|\{\d*,?\d*\}|.",
     re.DOTALL,
 )
 _FROM_NONE = re.compile(r"\{0*(?:,\d*)?\}")
@@ -54,10 +54,10 @@ def bound_repeats(pattern: str) -> str:
     """
     out: list[str] = []
     for token in _TOKEN.findall(pattern):
-        possessive = bool(out) and _QUANTIFIER.fullmatch(out[-1]) is not None
-        if token in ("*", "+") and not possessive:
-            token = f"{{{int(token == '+')},{LONGEST_REPEAT}}}"
-        elif found := _WITHOUT_END.fullmatch(token):
+        if token in ("*", "+"):
+            possessive = bool(out) and _QUANTIFIER.fullmatch(out[-1]) is not None
+            token = token if possessive else f"{{{int(token == '+')},{LONGEST_REPEAT}}}"
+        elif token[0] == "{" and (found := _WITHOUT_END.fullmatch(token)):
             token = f"{{{found.group(1)},{max(LONGEST_REPEAT, int(found.group(1)))}}}"
         out.append(token)
     return "".join(out)
@@ -108,10 +108,13 @@ def _of_one(branches: Sequence[tuple[Words, ...]]) -> list[Words]:
 
 
 def _literal(token: str) -> str | None:
-    """Return the letter that a token stands for; None if it stands for several, for none, or for a line's end."""
-    if len(token) == 2 and token[0] == "\\":
+    """Return the letters that a token stands for; None if it stands for one of several, for none, or for a line's
+    end."""
+    if token[0] == "\\" and len(token) == 2:
         return None if token[1].isalnum() else token[1]
-    return token if len(token) == 1 and token not in _SPECIAL and token.isprintable() else None
+    if len(token) > 1:
+        return None if token[0] in "[({" else token
+    return token if token not in _SPECIAL and token.isprintable() else None
 
 
 def _may_be_absent(tokens: Sequence[str], at: int) -> bool:

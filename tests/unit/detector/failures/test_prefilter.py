@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.depth import cases
+from unicron_detector.failures import prefilter
 from unicron_detector.failures.prefilter import Prefilter, alternatives, search
 from unicron_detector.failures.severity import default_table, fold_case, load_table
 
@@ -102,3 +103,20 @@ def test_patterns_of_the_shipped_table_are_right_and_nearly_all_require_words():
 def test_few_patterns_are_tried_on_what_no_rule_knows():
     text = "the quick brown fox jumps over the lazy tensor " * 300
     assert sum(map(len, TABLE.candidates(text).values())) < 40
+
+
+def test_letters_that_stand_for_themselves_are_read_together() -> None:
+    """Defect: each start of unicrond read the table's 64,000 letters one by one, for a sixth of a second."""
+    patterns = [rule.pattern for rule in default_table().of_kind("text")]
+    assert sum(len(prefilter._TOKEN.findall(pattern)) for pattern in patterns) < sum(map(len, patterns)) / 2
+    assert all("".join(prefilter._TOKEN.findall(pattern)) == pattern for pattern in patterns)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["abc?d", "ab{2}c", "ab{0,1}c", "abc*", "abc+", "a b|cd", "a{b", "[ab]cd", r"\ab c"]
+)
+def test_letters_read_together_require_what_single_ones_do(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(part.pattern, part.required) for part in prefilter.alternatives(pattern, 0)]
+    monkeypatch.setattr(prefilter, "_TOKEN", re.compile(prefilter._TOKEN.pattern.partition("|")[2], re.DOTALL))
+    assert [(part.pattern, part.required) for part in prefilter.alternatives(pattern, 0)] == found
+    assert prefilter.bound_repeats(pattern) == pattern.replace("*", "{0,120}").replace("+", "{1,120}")

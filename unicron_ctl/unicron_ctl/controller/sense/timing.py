@@ -145,7 +145,9 @@ class PhaseTimes:
         parts = [self._means_of(rows[at : at + AT_ONCE], last) for at in range(0, max(1, len(rows)), AT_ONCE)]
         return np.concatenate([means for means, _ in parts]), np.concatenate([seen for _, seen in parts])
 
-    def _means_of(self, rows: npt.NDArray[np.int64], last: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    def _means_of(
+        self, rows: npt.NDArray[np.int64], last: int
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
         stamps, seconds = self.stamps[rows], self.seconds[rows]
         newest = stamps.max(axis=1, initial=-1)
         mask = (stamps >= 0) & (stamps > (newest - last)[:, None])

@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import msgspec
+
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.core.core import Core
 from unicron_ctl.controller.core.state_snapshot import read_state

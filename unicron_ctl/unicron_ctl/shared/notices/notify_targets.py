@@ -1,8 +1,8 @@
 """Sends a message to a target of [notify]: a hook program, mail, Slack, a webhook. It may take long.
 
 A separate program sends it, which can be killed whatever it waits for: the hook, or for the others this module
-(``python -m unicron_ctl.shared.notices.notify_targets``, with an :class:`Order` on its standard input). Only that program
-loads the modules for mail and HTTP.
+(``python -m unicron_ctl.shared.notices.notify_targets``, with an :class:`Order` on its standard input). Only that
+program loads the modules for mail and HTTP.
 """
 
 from __future__ import annotations

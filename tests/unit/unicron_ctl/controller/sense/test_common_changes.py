@@ -8,9 +8,9 @@ import pytest
 
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.job import candidates
+from unicron_ctl.controller.model.agent_view import LastWord
 from unicron_ctl.controller.model.job_state import Phase
 from unicron_ctl.controller.model.job_view import JobView
-from unicron_ctl.controller.model.agent_view import LastWord
 from unicron_ctl.controller.sense.timing import AT_ONCE, COLUMNS, PhaseTimes, Times
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
