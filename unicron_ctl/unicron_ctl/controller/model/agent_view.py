@@ -19,7 +19,7 @@ def keeps(status: RankStatus) -> bool:
 
 
 class LastWord(NamedTuple):
-    """How far a process had come by its last status. The status itself is eight times as large, and after a failure of
+    """The point that a process had reached by its last status. The status itself is eight times as large, and after a failure of
     all ranks it would be kept for each."""
 
     incarnation: int

@@ -120,7 +120,7 @@ class JobView:
         return agent.ranks.get(slot) if agent else None
 
     def last_word(self, slot: int, process: Identity) -> RankStatus | LastWord | None:
-        """How far that process had come, which may have a successor by now."""
+        """The point that the process had reached, which may have a successor by now."""
         agent = self.agent(slot)
         if agent is None or agent.agent != process.agent:
             return None
