@@ -19,8 +19,8 @@ def keeps(status: RankStatus) -> bool:
 
 
 class LastWord(NamedTuple):
-    """The point that a process had reached by its last status. The status itself is eight times as large, and after a failure of
-    all ranks it would be kept for each."""
+    """The point that a process had reached by its last status. The status itself is eight times as large, and after a
+    failure of all ranks it would be kept for each."""
 
     incarnation: int
     iteration: int
