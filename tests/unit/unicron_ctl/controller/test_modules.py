@@ -20,3 +20,14 @@ def test_the_medians_of_iteration_times_load_nothing_while_ranks_train() -> None
     code = "import sys, unicron_ctl.controller.unicrond; print('numpy.ma' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "True\n"
+
+
+def test_a_start_looks_for_no_garbage_among_what_it_loads() -> None:
+    """Defect: a seventh of each start went into it."""
+    code = (
+        "import gc; looks = []; gc.callbacks.append(lambda phase, info: looks.append(info['generation']));"
+        "import unicron_ctl.controller.unicrond; print(len(looks) // 2, gc.isenabled())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    looks, enabled = done.stdout.split()
+    assert int(looks) < 100 and enabled == "True"
