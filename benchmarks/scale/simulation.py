@@ -315,6 +315,8 @@ class Simulation:
         for data in messages:
             asked = self._asked.popleft()
             answer = wire.decode(data, wire.Answer)
+            if not answer.ok:  # as when too many questions wait
+                raise Failed(f"a question was refused: {answer.error}")
             if "jobs" in answer.data:  # else it is a ping's
                 whole = [job["state"] for job in answer.data["jobs"] if len(job["members"]) == self.total]
                 self._state = whole[0] if whole else ""

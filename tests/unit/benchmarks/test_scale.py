@@ -11,7 +11,9 @@ from benchmarks.cases import scale
 from benchmarks.cases.log_growth import DAY, failures
 from benchmarks.report import Report
 from benchmarks.scale.agents import Agent, Layout
+from benchmarks.scale.alone import Alone
 from benchmarks.scale.lines import Connection, Failed
+from benchmarks.scale.simulation import Simulation
 from unicron_ctl.shared.protocol import shared_plans, wire
 from unicron_ctl.shared.system.errors import UserError
 
@@ -136,3 +138,12 @@ def test_the_core_alone_is_measured_by_its_own_time_and_agents_that_are_too_many
     monkeypatch.setattr(scale, "FORM_SECONDS", 0.1)
     with pytest.raises(UserError, match=r"12 agents were too many: .*all ranks train for the first time"):
         scale.measure(sizes, report)
+
+
+def test_a_question_that_the_controller_refuses_ends_the_run_with_a_line(tmp_path):
+    """Defect: it ended in a traceback, as on a busy machine, where too many questions waited."""
+    simulation = Simulation(Alone(tmp_path), 2, 2)
+    simulation._asked.append(0.0)
+    with pytest.raises(Failed, match="a question was refused: ask less"):
+        simulation._on_answers([wire.encode(wire.Answer(ok=False, error="ask less"))], 1.0)
+    simulation.close()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Make objects without a look for garbage among them, for a start: they stay, and the looks take a seventh of it."""
+    """Make objects without a look for garbage among them. Those of a start stay, and the looks took a seventh of it."""
     enabled = gc.isenabled()
     gc.disable()
     try:
