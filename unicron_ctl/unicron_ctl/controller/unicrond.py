@@ -37,7 +37,7 @@ from unicron_ctl.shared.settings.places import state_dir
 from unicron_ctl.shared.slurm import CommandLineClient, SlurmClient, SlurmError, choose_client
 from unicron_ctl.shared.system import descriptors
 from unicron_ctl.shared.system.addresses import endpoint
-from unicron_ctl.shared.system.collection import uncollected
+from unicron_ctl.shared.system.collection import no_collection
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
 from unicron_ctl.shared.system.one_thread import one_thread
 from unicron_ctl.shared.system.printable import print_text
@@ -45,7 +45,7 @@ from unicron_ctl.shared.system.program import run
 from unicron_ctl.shared.system.release import version_option
 from unicron_ctl.shared.system.whole_file import write_whole
 
-with one_thread(), uncollected():
+with one_thread(), no_collection():
     from unicron_ctl.controller.server.server import Server
 
 PROGRAM = "unicrond"
@@ -196,7 +196,7 @@ def serve(
         claimed.renew()
 
     try:
-        with uncollected():
+        with no_collection():
             server = Server(config, store, ports, client, config.classifier(), connections, progress, tenure)
     except LogDamaged:
         ports.close()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Make objects without a look for garbage among them. Those of a start stay, and the looks took a seventh of it."""
     enabled = gc.isenabled()
     gc.disable()
