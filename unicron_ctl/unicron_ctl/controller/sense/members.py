@@ -6,6 +6,9 @@ Only slots whose status changed (`JobView.changed`) are checked, and closely onl
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.finding import Finding, Source, What
@@ -122,33 +125,75 @@ def _reports(status: RankStatus) -> bool:
 
 
 def check_members(view: View, job: JobView, slots: Iterable[int]) -> Outcome:
-    """Report ends of processes, replaced members, and notes of ranks in these slots."""
-    out = Outcome()
+    """Report ends of processes, replaced members, and notes of ranks in these slots. Ends of one node's processes that
+    are alike are one finding."""
+    out, alike = Outcome(), dict[_End, list[int]]()
     for slot in sorted(slots):
         agent = job.agent(slot)
         if agent is None:
             continue
         status = agent.ranks.get(slot)
-        for find in (_find_end, _find_replaced, _find_note):
+        end = _find_end(view, job, agent, slot, status)
+        if end is not None and status is not None:
+            if end not in alike:
+                out.findings.append(_end_finding(view, job, slot, status, end))
+            alike.setdefault(end, []).append(slot)
+        for find in (_find_replaced, _find_note):
             finding = find(view, job, agent, slot, status)
             if finding is not None:
                 out.findings.append(finding)
+    if any(len(group) > 1 for group in alike.values()):
+        groups = {group[0]: tuple(group) for group in alike.values()}
+        out.findings = [
+            replace(one, slots=groups[one.slots[0]]) if one.what in (What.EXIT, What.WANTED_END) else one
+            for one in out.findings
+        ]
     return out
 
 
-def _find_end(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Finding | None:
+class _End(NamedTuple):
+    """The end of a process. Two of one agent that are equal are judged as one."""
+
+    what: What
+    identity: Identity
+    code: int
+    oom: bool
+    last_line: str
+    quick: bool
+    """It came soon after the start of the process."""
+    fault_of: int
+    """The slot of a process that names its fault: it is judged alone. -1 for any other."""
+
+
+def _find_end(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> _End | None:
     end = status.end if status is not None else None
     if status is None or end is None or agent.status.leaving:
         return None
     identity = Identity(agent.agent, status.incarnation)
     if job.state.slot(slot).exit_seen == identity:
         return None
-    fault = (status.fault.cause or f"{status.fault.type}: {status.fault.text}") if status.fault else ""
     wanted = end.code == 0 or _is_wanted(view, job, agent, slot, identity)
-    what, source = What.WANTED_END if wanted else What.EXIT, Source.AGENT if status.exit else Source.RANK
-    evidence = "\n".join(part for part in dict.fromkeys((fault, end.last_line)) if part)
-    by, details = "process exit" if status.exit else "exception", {"fault": status.fault, "pid": status.pid}
-    return slot_finding(view, job, what, (slot,), source, evidence, by, identity=identity, exit=end, **details)
+    what, quick = What.WANTED_END if wanted else What.EXIT, view.state.history.policy.quick_seconds
+    fault_of = slot if status.fault is not None else -1
+    return _End(what, identity, end.code, end.oom, end.last_line, end.lived <= quick, fault_of)
+
+
+def _end_finding(view: View, job: JobView, slot: int, status: RankStatus, found: _End) -> Finding:
+    fault = (status.fault.cause or f"{status.fault.type}: {status.fault.text}") if status.fault else ""
+    evidence = "\n".join(part for part in dict.fromkeys((fault, found.last_line)) if part)
+    source, by = (Source.AGENT, "process exit") if status.exit else (Source.RANK, "exception")
+    details = {"identity": found.identity, "exit": status.end, "fault": status.fault, "pid": status.pid}
+    return slot_finding(view, job, found.what, (slot,), source, evidence, by, **details)
+
+
+def apart(job: JobView, finding: Finding) -> list[Finding]:
+    """Split a finding about alike ends into one for each process."""
+    found = ((slot, job.status(slot)) for slot in finding.slots)
+    return [
+        replace(finding, slots=(slot,), exit=status.end, pid=status.pid, iteration=status.iteration)
+        for slot, status in found
+        if status is not None and status.end is not None
+    ]
 
 
 def _is_wanted(view: View, job: JobView, agent: AgentView, slot: int, identity: Identity) -> bool:
