@@ -73,18 +73,18 @@ def rank_exited(view: View, job: JobView, finding: Finding) -> Outcome:
     return Outcome().merge(_exit_failure(view, job, finding, verdict, *each) for each in found)
 
 
-_Decided = tuple[list[int], Decision, records.EscalationFacts | None]
+_Judgement = tuple[list[int], Decision, records.EscalationFacts | None]
 
 
 def _decisions_on_exit(
     view: View, job: JobView, finding: Finding, verdict: Verdict, own_words: bool
-) -> Iterable[_Decided]:
+) -> Iterable[_Judgement]:
     """Return the decisions about the ended processes, each with its slots. Faults of one node at one moment do not
     change the decision about each other (`escalation.decide`), so that slots without a past have one decision."""
     state, end, history = job.state, finding.exit, view.state.history
     assert end is not None
-    found: dict[tuple[Decision, bool], _Decided] = {}
-    new: dict[tuple[bool, bool], _Decided] = {}
+    found: dict[tuple[Decision, bool], _Judgement] = {}
+    new: dict[tuple[bool, bool], _Judgement] = {}
     trains = state.phase is not Phase.FORMING and state.mode.joins and bool(state.members)
     for slot in finding.slots:
         if (again := faulty_micro_batches.failed_again(state, slot, finding.fault, verdict)) is not None:
