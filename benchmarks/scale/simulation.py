@@ -325,7 +325,7 @@ class Simulation:
 
     def _on_message(self, agent: Agent, data: bytes, at: float) -> None:
         message = wire.decode(data, wire.ToAgent)
-        agent.heartbeats.doubt()
+        agent.heartbeats.on_message(message)
         match message:
             case wire.Break():
                 self._on_break(agent, message, at)

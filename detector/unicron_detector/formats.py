@@ -46,7 +46,7 @@ RANKS = Format("the ranks' protocol", 1, 1)
 ZYGOTE = Format("the zygote's protocol", 1, 1)
 """Between an agent and its zygote, which is another release's where that was installed meanwhile: its ranks are then
 started cold. `unicron_detector.processes.zygote`."""
-LOG = Format("format", 4, 4)
+LOG = Format("format", 5, 4)
 """The event log with the saved states: `unicron_ctl.shared.log.store`."""
 IMAGE = Format("image format", 4, 3)
 """Training state in memory and in checkpoints: `unicron_transition.snapshot.image_format`."""

@@ -227,8 +227,8 @@ class FakeAgent:
                 self.agreed = None
             message = shared_plans.whole(wire.decode(wire.encode(message), wire.ToAgent))
         self.heard.append(message)
-        if not self.silent and not isinstance(message, wire.Pong):
-            self.heartbeats.doubt()
+        if not self.silent:
+            self.heartbeats.on_message(message)
         if isinstance(message, wire.Welcome):
             self.heartbeats.period = message.heartbeat_period
         if isinstance(message, wire.Ping):

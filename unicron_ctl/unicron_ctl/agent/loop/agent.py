@@ -370,8 +370,7 @@ class Agent:
                 return
             self._last_heard = time.monotonic()
             self._stand_in.participant.on_controller(self._last_heard)
-            if not isinstance(message, wire.Pong):
-                self._reports.say_all()
+            self._reports.on_controller(message)
             self._orders[type(message)](message)
         except wire.BadMessage as error:
             if isinstance(error, wire.OtherRelease):

@@ -1,8 +1,9 @@
-"""Says briefly what the controller knows already: while ranks do nothing but train, a heartbeat holds their progress
-alone.
+"""Says briefly what the controller knows already: a status holds what is new since the agent's last whole one. While
+ranks do nothing but train, that is their progress alone; when they stop, or enter a generation, it is also where they
+stand, once for all that stand alike.
 
-It adds to the agent's last whole status, and never to another brief one, so any of them may be lost. A whole one
-follows after a few heartbeats, at every change, and after each message of the controller.
+It adds to a whole status, and never to another brief one, so any of them may be lost. A whole one follows after a few
+heartbeats, at every other change, and after each message of the controller but a Break and a plan.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from unicron_ctl.shared.protocol import structs, wire
 WHOLE_EVERY = 10.0  # heartbeats
 IDLE_SECONDS = 2.0  # a process that has been idle for longer may hang: its vitals are said
 STOPPED_BY_SIGNAL = "T"
+STANDS = frozenset({"waiting", "entering", "running", "stopped", "standby"})  # states that the brief form can say
+ORDINARY = wire.Break, wire.PlanShare, wire.Pong  # a controller that sends them knows the agent
 _ALIKE = [
     name
     for name in wire.Status.__struct_fields__
@@ -31,50 +34,75 @@ class Heartbeats:
         """Seconds from one heartbeat to the next; 0: the controller reads whole statuses only."""
         self._whole: wire.Status | None = None
         self._since = 0.0
+        self._stood: dict[int, tuple[object, ...]] = {}
+        """The standing of the ranks by the last brief form since then; empty if it said nothing of that."""
 
     def doubt(self) -> None:
         """Send the next status whole: the controller may need more than progress."""
         self._whole = None
 
+    def on_message(self, message: wire.Message) -> None:
+        """Take in a message of the controller."""
+        if not isinstance(message, ORDINARY):
+            self.doubt()
+
     def form(self, status: wire.Status, now: float) -> wire.Status | wire.Going:
         """Return the message for this status. The ranks' statuses in it may change afterwards."""
         whole = self._whole
         if whole is not None and now < self._since + WHOLE_EVERY * self.period and _goes_on(whole, status):
-            return wire.Going(
-                job=status.job,
-                element=status.element,
-                agent=status.agent,
-                sent=status.sent,
-                number=status.number,
-                on=whole.number,
-                progress=progress(status.ranks),
-                moved=status.moved,
-                tables=status.tables,
-            )
-        self._since = now
+            stand = {slot: _standing(rank) for slot, rank in status.ranks.items()}
+            rests = any(rank.state != "running" for rank in status.ranks.values())
+            moved = any(_standing(whole.ranks[slot]) != where for slot, where in stand.items())
+            news = rests or moved or bool(self._stood)
+            if not news or rests or stand != self._stood:
+                self._stood = stand if news else {}
+                return wire.Going(
+                    job=status.job,
+                    element=status.element,
+                    agent=status.agent,
+                    sent=status.sent,
+                    number=status.number,
+                    on=whole.number,
+                    progress=progress(status.ranks, news),
+                    moved=status.moved,
+                    tables=status.tables,
+                    done={slot: rank.done for slot, rank in status.ranks.items() if rank.done} if news else {},
+                )
+        self._since, self._stood = now, {}
         self._whole = copy.copy(status)
         self._whole.ranks = {slot: copy.copy(rank) for slot, rank in status.ranks.items()}
         return status
 
 
+def _standing(rank: structs.RankStatus) -> tuple[object, ...]:
+    """Return where the rank stands, which a brief form says of all ranks or of none."""
+    return rank.state, rank.generation, rank.entering, rank.broken, tuple(rank.kept)
+
+
 def _goes_on(whole: wire.Status, status: wire.Status) -> bool:
-    """Say whether the status is like the whole one but for the progress of ranks in training."""
+    """Say whether the status is like the whole one but for what a brief form can say."""
     if status.answer or not status.ranks or status.ranks.keys() != whole.ranks.keys():
         return False
     if any(getattr(status, name) != getattr(whole, name) for name in _ALIKE):
         return False
-    return all(_trains_on(whole.ranks[slot], rank) for slot, rank in status.ranks.items())
+    return all(_is_same(whole.ranks[slot], rank) for slot, rank in status.ranks.items())
 
 
-def _trains_on(before: structs.RankStatus, rank: structs.RankStatus) -> bool:
+def _is_same(before: structs.RankStatus, rank: structs.RankStatus) -> bool:
     if (
-        rank.state != "running"
+        rank.state not in STANDS
+        or before.state not in STANDS
         or max(rank.idle, before.idle) > IDLE_SECONDS
         or STOPPED_BY_SIGNAL in (rank.process, before.process)
     ):
         return False
     return rank == msgspec.structs.replace(
         before,
+        state=rank.state,
+        generation=rank.generation,
+        entering=rank.entering,
+        broken=rank.broken,
+        kept=rank.kept,
         changed=rank.changed,
         iteration=rank.iteration,
         phase=rank.phase,
@@ -87,14 +115,15 @@ def _trains_on(before: structs.RankStatus, rank: structs.RankStatus) -> bool:
     )
 
 
-def progress(ranks: dict[int, structs.RankStatus]) -> list[structs.Progress]:
-    """Return the points that the ranks have reached, that of the most ranks first."""
-    groups: dict[tuple[int, str], list[int]] = {}
+def progress(ranks: dict[int, structs.RankStatus], stand: bool) -> list[structs.Progress]:
+    """Return the points that the ranks have reached, that of the most ranks first. stand: also where they stand."""
+    groups: dict[tuple[object, ...], list[int]] = {}
     for slot, rank in ranks.items():
-        groups.setdefault((rank.iteration, rank.phase), []).append(slot)
-    rows = [
-        structs.Progress(iteration, phase, slots)
-        for (iteration, phase), slots in sorted(groups.items(), key=lambda group: -len(group[1]))
-    ]
+        groups.setdefault((rank.iteration, rank.phase, *(_standing(rank) if stand else ())), []).append(slot)
+    rows = []
+    for slots in sorted(groups.values(), key=len, reverse=True):
+        rank = ranks[slots[0]]
+        where = (rank.state, rank.generation, rank.entering, rank.broken, rank.kept) if stand else ()
+        rows.append(structs.Progress(rank.iteration, rank.phase, slots, *where))
     rows[0].slots = []
     return rows

@@ -103,9 +103,9 @@ class Reports:
         self._heartbeats.period = period if brief else 0.0
         self._steps.configure(period, progress)
 
-    def say_all(self) -> None:
-        """Let the next status say all that it can."""
-        self._heartbeats.doubt()
+    def on_controller(self, message: wire.Message) -> None:
+        """Take in that the controller has sent a message."""
+        self._heartbeats.on_message(message)
 
     def timeout(self, now: float) -> float:
         """Return the seconds until :meth:`on_timer` must be called; infinity if nothing is due."""

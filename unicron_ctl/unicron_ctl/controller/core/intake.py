@@ -138,7 +138,7 @@ class Intake:
         return state, agent
 
     def _on_going(self, route: Route, message: wire.Going, key: str) -> bool:
-        """Takes in a heartbeat with nothing but progress. Returns whether it may call for a decision."""
+        """Takes in a brief status. Returns whether it may call for a decision."""
         state, agent = self._sender(route, message, key)
         if state is None or agent is None:
             return True
@@ -146,7 +146,8 @@ class Intake:
             self._take_steps(state, agent, message.tables)
         was_expired, agent.route, agent.expired = agent.expired, route, False
         changed = agent.on_going(message, self._view.now)
-        job, usual = self._view.job(state), state.phase is Phase.RUNNING and not was_expired
+        job, stands = self._view.job(state), message.progress[0].states
+        usual = state.phase is Phase.RUNNING and not was_expired and not stands
         self._view.live.note_word(agent, self._view.now)
         if changed is None:
             if self._view.now - agent.repeated.get("whole", -WHOLE_SECONDS) >= WHOLE_SECONDS:
@@ -159,6 +160,8 @@ class Intake:
         fencing.on_word(self._view, job, agent)
         if usual:
             job.going.add(agent.element)
+        elif stands:
+            self._note_changes(job, agent, changed)
         else:
             job.changed.update(changed)
         return not usual
@@ -244,7 +247,10 @@ class Intake:
         if agent.status.agreed is not None:
             job.touched.add(agent.element)
         if changed:
-            job.changed.update(changed)
+            if agent.common is not None and len(changed) == len(agent.slots):
+                job.together.add(agent.element)
+            else:
+                job.changed.update(changed)
             job.notice_agent(agent)
             if agent.fresh and not job.state.over:
                 job.note_shape(agent, changed)
@@ -273,8 +279,8 @@ class Intake:
                 continue
             if state.plan is not None and report.generation == state.plan.generation:
                 job.stepped.note_iteration(report.iteration, now, held)
-            if report.slots:
-                self._carry_out(runtime.on_steps(job, report, now, whole))
+            if report.slots and (found := runtime.on_steps(job, report, now, whole)):
+                self._carry_out(found)
 
     def _on_rank_message(self, job: JobState, message: wire.StackTrace | wire.Timing | wire.InjectRefused) -> None:
         """Records the answer to a question, once; other messages are ignored."""

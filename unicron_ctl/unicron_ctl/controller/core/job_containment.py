@@ -64,7 +64,7 @@ class JobContainment:
             "its ranks train on. Please report it with this record"
         )
         self._append(name, job.generation, records.JobSetAside(input=what[:2000], where=where, reason=reason))
-        self._view.job(job).changed.clear()
+        self._view.job(job).forget_changes()
 
     def enforce_quota(self, name: str) -> None:
         """Sets a job aside whose agents cause endless records, which would fill the disk."""
@@ -79,7 +79,7 @@ class JobContainment:
             "train on"
         )
         self._append(name, job.generation, records.JobSetAside(input="more than the log can hold", reason=reason))
-        self._view.job(job).changed.clear()
+        self._view.job(job).forget_changes()
 
     def _complain(self, what: str, error: Exception, where: str) -> None:
         """Logs an error that belongs to no job, the same one once in a while."""

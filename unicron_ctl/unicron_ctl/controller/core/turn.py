@@ -81,9 +81,9 @@ class Turns:
         """Runs the sensors of this occasion; the findings of each are judged before the next one runs."""
         view, memory = self._view.job(job), self._runtime(job).sensors
         for sensor in SENSORS:
-            if job.over:
-                return
             if sensor.when is when:
+                if job.over:
+                    return
                 outcome = sensor.sense(self._view, view, memory)
                 self._order(outcome.orders)
                 self._carry_out(outcome)
@@ -108,11 +108,15 @@ class Turns:
         runtime = self._runtime(job)
         if view.going:
             members.take_in_progress(view, runtime.sensors.iterations.standing)
+        memory = runtime.sensors
+        if view.together:
+            if job.phase is Phase.OFFERING:
+                view.touched.update(view.together)
+            members.take_in_nodes(view, memory.iterations.standing)
         if not view.changed:
             return False
         if job.phase is Phase.OFFERING:
             view.touched.update({job.element(slot) for slot in view.changed})
-        memory = runtime.sensors
         odd = members.take_in_changes(view, memory.iterations.standing)
         view.changed.clear()
         if not odd:

@@ -56,7 +56,7 @@ def able(job: JobView, agent: AgentView, slots: Iterable[int], forming: bool = F
 
 def waiting_elements(view: View, job: JobView, forming: bool = False) -> list[int]:
     """Return the elements all of whose ranks can enter now."""
-    found = (e for e in sorted(job.ready) if may_work(view, job, e) and _whole(job, job.agents[e], forming))
+    found = (e for e in sorted(job.ready) if may_work(view, job, e) and is_whole(job, job.agents[e], forming))
     return in_whole_blocks(job.state, found)
 
 
@@ -70,7 +70,7 @@ def in_whole_blocks(job: JobState, elements: Iterable[int], inside: Collection[i
     return [element for element in found if there.issuperset(job.mates(element))]
 
 
-def _whole(job: JobView, agent: AgentView, forming: bool = False) -> bool:
+def is_whole(job: JobView, agent: AgentView, forming: bool = False) -> bool:
     """Whether all ranks of the agent can enter now. The answer is kept until one of them, or the job, changes: while a
     large job forms, all are asked again and again."""
     if not agent.alive:
@@ -121,7 +121,7 @@ def _entering(job: JobView, agent: AgentView) -> list[int]:
     inside = job.state.mode.joins and len(outside) < len(agent.slots)
     if inside or any(status.state == "standby" for status in agent.ranks.values()):
         return able(job, agent, outside)
-    return outside if len(outside) == len(agent.slots) and _whole(job, agent) else []
+    return outside if len(outside) == len(agent.slots) and is_whole(job, agent) else []
 
 
 def _coming(view: View, job: JobView) -> bool:

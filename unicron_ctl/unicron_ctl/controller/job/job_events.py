@@ -12,6 +12,7 @@ from unicron_ctl.controller.job import spares
 from unicron_ctl.controller.job.adoption import may_come_back
 from unicron_ctl.controller.job.candidates import (
     forming_slots,
+    is_whole,
     leavers,
     may_work,
     missing_places,
@@ -112,7 +113,7 @@ def _any_strayed(view: View, job: JobView) -> Trigger | None:
 def _ready(view: View, job: JobView) -> Trigger | None:
     """Enough ranks wait: all that can be expected, or the minimum, and no other came for a while."""
     state = job.state
-    if not _look_now(view, job, len(job.agents)) or fencing.holds(view, job):
+    if _too_early(view, job):
         return None
     whole = waiting_elements(view, job, True)
     if _too_few(view, job, len(whole)):
@@ -133,6 +134,25 @@ def _ready(view: View, job: JobView) -> Trigger | None:
         reason = f"{_ready_nodes(state, slots)}, and no other came for {settle:g} s"
         return Trigger(Event.READY, reason, tuple(slots))
     return None
+
+
+def _too_early(view: View, job: JobView) -> bool:
+    """Whether the waiting ranks need not be looked at now, or processes of the last world may still live."""
+    return not _look_now(view, job, len(job.agents)) or fencing.holds(view, job) or _still_comes(view, job)
+
+
+def _still_comes(view: View, job: JobView) -> bool:
+    """Whether, of fewer elements than are wanted, one has just become ready: the usual case while a large job starts,
+    which need not be looked at as a whole."""
+    state, settle = job.state, _settle_seconds(view, job.state)
+    if len(job.ready) >= job.wanted or job.replica > 1 or state.settings.spares or state.settings.block > 1:
+        return False
+    if _all_expected(view, state, job.ready):
+        return False
+    agent = job.agents.get(job.came)
+    if agent is None or job.came not in job.ready or not may_work(view, job, job.came):
+        return False
+    return is_whole(job, agent, True) and _just_came(view, job, agent.slots, settle)
 
 
 def _all_expected(view: View, state: JobState, inside: Collection[int]) -> bool:

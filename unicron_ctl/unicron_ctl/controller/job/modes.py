@@ -89,6 +89,8 @@ def _nobody(view: View, job: JobView) -> tuple[str, Decision | None]:
     """Why no survivor can go on; empty if some can. And how they go on, if that was found on the way."""
     if view.now < job.nobody_until or not job.anybody_stopped():
         return "no member is left that has the training state", None
+    if not any(agent.waits for agent in job.agents.values()):  # none of those that have stopped keeps its state
+        return "", None
     reports = job.reports()
     if reports and not any(keeps(status) for status in reports.values()):
         return "", None

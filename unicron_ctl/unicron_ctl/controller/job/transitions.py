@@ -280,8 +280,10 @@ def crews(job: JobView, slots: Iterable[int]) -> list[records.Crew]:
     """The processes that are in these slots now, by agent."""
     wanted, found = set(slots), []
     for _, agent in sorted(job.agents.items()):
-        ranks = agent.ranks
-        if inside := [slot for slot in agent.slots if slot in ranks and slot in wanted]:
+        ranks, common = agent.ranks, agent.common
+        if common is not None and wanted.issuperset(agent.slots):
+            found.append(records.Crew(agent.agent, agent.slots, [common.incarnation] * len(agent.slots)))
+        elif inside := [slot for slot in agent.slots if slot in ranks and slot in wanted]:
             found.append(records.Crew(agent.agent, inside, [ranks[slot].incarnation for slot in inside]))
     return found
 

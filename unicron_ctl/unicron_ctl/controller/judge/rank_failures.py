@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
 from unicron_ctl.controller.judge import evidence, faulty_micro_batches
-from unicron_ctl.controller.judge.remedies import escalate, failure_of, inside_of, leave_node, start_rank, with_remedy
+from unicron_ctl.controller.judge.remedies import (
+    escalate,
+    failure_of,
+    inside_of,
+    leave_node,
+    start_rank,
+    start_ranks,
+    with_remedy,
+)
 from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.job_state import Identity, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import isolation
-from unicron_ctl.controller.sense.members import taken_away
+from unicron_ctl.controller.sense.members import apart, taken_away
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol.structs import Exit, Fault
 from unicron_detector.failures.escalation import Decision
@@ -29,12 +38,11 @@ NETWORK_ERROR = "other_network_error"
 def wanted_end(view: View, job: JobView, finding: Finding) -> Outcome:
     out, identity, end = Outcome(), finding.identity, finding.exit
     assert identity is not None and end is not None
-    slot = finding.slots[0]
-    noted = records.ExitNoted(slot=slot, agent=identity.agent, incarnation=identity.incarnation, code=end.code)
-    out.record(job.state, noted)
-    agent = job.agents.get(finding.element)
-    if (end.code or (agent is not None and agent.status.noticed)) and inside_of(job.state, finding.slots):
-        out.record(job.state, records.LeaveOut(failure=0, slots={slot: _end_words(end, finding)}))
+    first, *others = finding.slots
+    out.record(job.state, records.ExitNoted(first, identity.agent, identity.incarnation, end.code, others))
+    agent, inside = job.agents.get(finding.element), inside_of(job.state, finding.slots)
+    if (end.code or (agent is not None and agent.status.noticed)) and inside:
+        out.record(job.state, records.LeaveOut(failure=0, slots=dict.fromkeys(inside, _end_words(end, finding))))
     return out
 
 
@@ -45,30 +53,73 @@ def _end_words(end: Exit, finding: Finding) -> str:
 
 
 def rank_exited(view: View, job: JobView, finding: Finding) -> Outcome:
+    """Judge processes of one node that ended alike. They are one failure if the decision about each is the same."""
     state, identity, end = job.state, finding.identity, finding.exit
     assert identity is not None and end is not None
-    slot = finding.slots[0]
+    if len(finding.slots) > 1 and (node := view.state.nodes.get(finding.node)) is not None and node.events:
+        return Outcome(findings=apart(job, finding))  # what the node said may name one of them
     own = view.classifier.exit(end.code, finding.evidence, end.oom)
     verdict = evidence.with_node(view, state, finding.node, end.code, end.at, finding.pid, own)
     own_words = (verdict.cause, verdict.rule) == (own.cause, own.rule)
     verdict = _own_word(state, verdict, end)
-    decision, memory = _died_with_peers(view, state, verdict, end), None
-    if decision is not None and state.noticed:  # SIGTERM has ended the peer, which is no failure
+    with_peers = _died_with_peers(view, state, verdict, end)
+    if with_peers is not None and state.noticed:  # SIGTERM has ended the peer, which is no failure
         out = wanted_end(view, job, finding)
-        start_rank(state, slot, identity.incarnation + 1, view.now, "a peer was to end", out)
+        start_ranks(state, finding.slots, identity.incarnation + 1, view.now, "a peer was to end", out)
         return out
-    decision = decision or faulty_micro_batches.failed_again(state, slot, finding.fault, verdict)
-    if decision is None:
-        # The job trains without the slot, which may join again.
-        apart = state.phase is not Phase.FORMING and state.mode.joins and bool(state.members)
-        apart = apart and slot not in state.members
-        decision, memory = escalate(view, job, slot, verdict, end.lived, apart, own_words)
-    seen = records.SeenExit(slot=slot, agent=identity.agent, incarnation=identity.incarnation)
+    if with_peers is not None:
+        return _exit_failure(view, job, finding, verdict, list(finding.slots), with_peers, None)
+    found = _decisions_on_exit(view, job, finding, verdict, own_words)
+    return Outcome().merge(_exit_failure(view, job, finding, verdict, *each) for each in found)
+
+
+_Judgement = tuple[list[int], Decision, records.EscalationFacts | None]
+
+
+def _decisions_on_exit(
+    view: View, job: JobView, finding: Finding, verdict: Verdict, own_words: bool
+) -> Iterable[_Judgement]:
+    """Return the decisions about the ended processes, each with its slots. Faults of one node at one moment do not
+    change the decision about each other (`escalation.decide`), so that slots without a past have one decision."""
+    state, end, history = job.state, finding.exit, view.state.history
+    assert end is not None
+    found: dict[tuple[Decision, bool], _Judgement] = {}
+    new: dict[tuple[bool, bool], _Judgement] = {}
+    trains = state.phase is not Phase.FORMING and state.mode.joins and bool(state.members)
+    for slot in finding.slots:
+        if (again := faulty_micro_batches.failed_again(state, slot, finding.fault, verdict)) is not None:
+            found.setdefault((again, False), ([], again, None))[0].append(slot)
+            continue
+        outside = trains and slot not in state.members  # the job trains without the slot, which may join again
+        like = outside, state.worked.get(slot) == finding.identity
+        if like in new and not history.knows(state.job, slot):
+            new[like][0].append(slot)
+            continue
+        decision, memory = escalate(view, job, slot, verdict, end.lived, outside, own_words)
+        decided = found.setdefault((decision, memory.worked), ([], decision, memory))
+        decided[0].append(slot)
+        if not history.knows(state.job, slot):
+            new[like] = decided
+    return found.values()
+
+
+def _exit_failure(
+    view: View,
+    job: JobView,
+    finding: Finding,
+    verdict: Verdict,
+    slots: list[int],
+    decision: Decision,
+    memory: records.EscalationFacts | None,
+) -> Outcome:
+    """Record the failure of processes that ended alike, and its remedy."""
+    state, identity, end = job.state, finding.identity, finding.exit
+    assert identity is not None and end is not None
     text = f"{finding.fault.type}: {finding.fault.text}" if finding.fault else ""
     record = failure_of(
         job,
         "rank",
-        [slot],
+        slots,
         finding,
         verdict,
         decision,
@@ -77,9 +128,9 @@ def rank_exited(view: View, job: JobView, finding: Finding) -> Outcome:
         last_line=end.last_line or text,
         lived=end.lived,
         fault_at=finding.fault.at if finding.fault else None,
-        escalation=memory,
-        exits=[seen],
-        leave_out={s: _end_words(end, finding) for s in inside_of(state, [slot])},
+        escalation=memory if memory is None else replace(memory, slot=slots[0], others=slots[1:]),
+        exits=[records.SeenExit(slot=s, agent=identity.agent, incarnation=identity.incarnation) for s in slots],
+        leave_out=dict.fromkeys(inside_of(state, slots), _end_words(end, finding)),
     )
     how = f"exited with {end.code}" if finding.by == "process exit" else "ends by an exception"
     why = f"{how}: {verdict.cause}"

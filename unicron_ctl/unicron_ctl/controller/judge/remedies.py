@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from unicron_ctl.controller.judge import faulty_micro_batches
@@ -99,12 +100,12 @@ def inside_of(job: JobState, slots: list[int] | tuple[int, ...]) -> list[int]:
 def with_remedy(
     view: View, job: JobView, record: records.FailureDetected, decision: Decision, why: str, incarnation: int
 ) -> Outcome:
-    """Record the failure and its first slot's remedy: none, a move to another node, or a new process in place."""
+    """Record the failure and its slots' remedy: none, a move to another node, or new processes in place."""
     out = Outcome()
     out.record(job.state, record)
     if decision.action != END_JOB and not leave_node(view, job, decision, record, out):
         at = view.now + decision.wait_seconds
-        start_rank(job.state, record.slots[0], incarnation, at, why, out, records.THIS_FAILURE)
+        start_ranks(job.state, record.slots, incarnation, at, why, out, records.THIS_FAILURE)
     return out
 
 
@@ -125,6 +126,14 @@ def leave_node(view: View, job: JobView, decision: Decision, record: records.Fai
 def start_rank(job: JobState, slot: int, incarnation: int, at: float, why: str, out: Outcome, failure: int = 0) -> None:
     """Order a new process in the slot, unless a newer one is ordered already. failure: the one that this remedies, or
     0."""
-    if job.slot(slot).wanted >= incarnation:
-        return
-    out.record(job, records.RankStart(slot=slot, incarnation=incarnation, not_before=at, failure=failure, reason=why))
+    start_ranks(job, (slot,), incarnation, at, why, out, failure)
+
+
+def start_ranks(
+    job: JobState, slots: Iterable[int], incarnation: int, at: float, why: str, out: Outcome, failure: int = 0
+) -> None:
+    """Order new processes in these slots of one node, as :func:`start_rank` does."""
+    wanting = [slot for slot in slots if job.slot(slot).wanted < incarnation]
+    if wanting:
+        first, *others = wanting
+        out.record(job, records.RankStart(first, incarnation, at, failure, others, reason=why))

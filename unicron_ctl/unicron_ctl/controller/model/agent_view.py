@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.structs import Progress, RankStatus
 
@@ -26,6 +28,29 @@ class LastWord(NamedTuple):
     iteration: int
     phase: str
     done: list[int]
+
+
+def _is_news(old: RankStatus, rank: RankStatus) -> bool:
+    """Whether the status says more than the old one, but for its time and the vitals of the process."""
+    return rank != msgspec.structs.replace(
+        old,
+        changed=rank.changed,
+        iteration_seconds=rank.iteration_seconds,
+        loss=rank.loss,
+        process=rank.process,
+        idle=rank.idle,
+        waits=rank.waits,
+    )
+
+
+class Common(NamedTuple):
+    """The standing that all ranks of an agent have in common."""
+
+    state: str
+    generation: int
+    entering: int
+    broken: int
+    incarnation: int
 
 
 @dataclass
@@ -84,6 +109,16 @@ class AgentView:
     """slot -> the process before the present one."""
     waits: bool = False
     """Whether one of its ranks waits to enter, or would."""
+    common: Common | None = None
+    """If its ranks are all there, and none reports an end, a fault or a note; None if they differ."""
+    one_incarnation: int | None = None
+    """The incarnation of all its processes, by the last whole status; None if they differ."""
+    stood: bool = False
+    """Whether a brief form has said where its ranks stand since that status."""
+    quiet: bool = False
+    """Whether none did in the last whole status."""
+    keeps: bool = False
+    """Whether one of its ranks keeps its state, by that status."""
     stored_at: float | None = None
     """When its last status with a rendezvous store came, or its first status."""
     can_enter: tuple[tuple[object, ...], bool] | None = None
@@ -133,20 +168,47 @@ class AgentView:
         if status.store or self.stored_at is None:
             self.stored_at = now
         ranks, said, changed = self.ranks, status.ranks, []
-        self.waits = self.fresh = False
+        self.quiet, self.keeps, self.fresh = len(said) == len(self.slots), False, False
         for slot in self.slots:
             rank = said.get(slot)
             if rank is None:
+                self.quiet = False
                 continue
-            old, state = ranks.get(slot), rank.state
-            if old is None or old.changed != rank.changed or old.incarnation != rank.incarnation:
+            old = ranks.get(slot)
+            if old is None or old.incarnation != rank.incarnation:
+                differs = True
+            else:  # a brief form does not say when a rank changed
+                differs = old.changed != rank.changed and (not self.stood or _is_news(old, rank))
+            if differs:
                 changed.append(slot)
                 self._note_change(slot, old, rank, now)
-            if state != "running" and (state in CAN_ENTER or (state == "stopped" and keeps(rank))):
-                self.waits = True
+            if rank.exit is not None or rank.fault is not None or rank.note is not None:
+                self.quiet = False
+            if rank.replica > 1 or rank.shards:
+                self.keeps = True
             ranks[slot] = rank
-        self.broken = min([rank.broken for rank in ranks.values()], default=0)
+        self.stood = False
+        self._sum_up()
+        self.one_incarnation = self.common.incarnation if self.common is not None else None
         return changed
+
+    def _sum_up(self) -> None:
+        """Sum up where its ranks stand."""
+        found = {(r.state, r.generation, r.entering, r.broken, r.incarnation) for r in self.ranks.values()}
+        if len(found) == 1:
+            self._agree(Common(*found.pop()))
+            return
+        self.common = None
+        self.broken = min([rank.broken for rank in self.ranks.values()], default=0)
+        self.waits = any(
+            rank.state in CAN_ENTER or (rank.state == "stopped" and keeps(rank)) for rank in self.ranks.values()
+        )
+
+    def _agree(self, common: Common) -> None:
+        """Take in that all of its ranks stand alike."""
+        self.common = common if self.quiet else None
+        self.broken = common.broken
+        self.waits = common.state in CAN_ENTER or (common.state == "stopped" and self.keeps)
 
     def on_going(self, message: wire.Going, now: float) -> list[int] | None:
         """Takes in a heartbeat with nothing but progress. Returns the slots that went on; None if it refers to a status
@@ -157,6 +219,8 @@ class AgentView:
         if message.on != self.whole or not self.whole:
             return None
         self.number, self.status.moved = message.number, message.moved
+        if message.progress[0].states:
+            return self._on_standing(message, now)
         apart = {slot for part in message.progress for slot in part.slots}
         changed: list[int] = []
         for part in message.progress:
@@ -180,6 +244,35 @@ class AgentView:
                 continue
             rank.phase, progress[slot] = phase, now
             changed.append(slot)
+        return changed
+
+    def _on_standing(self, message: wire.Going, now: float) -> list[int]:
+        """Takes in where its ranks stand. Returns the slots of which that is new."""
+        self.in_step, self.can_enter, self.stood = -1, None, True
+        ranks, done, changed, parts = self.ranks, message.done, list[int](), message.progress
+        apart = {slot for part in parts for slot in part.slots} if len(parts) > 1 else ()
+        for part in parts:
+            where = part.state, part.generation, part.entering, part.broken, part.iteration, part.phase
+            for slot in part.slots or (ranks.keys() - apart if apart else ranks):
+                rank = ranks.get(slot)
+                if rank is None:
+                    continue
+                mine = done.get(slot, [])
+                stood = rank.state, rank.generation, rank.entering, rank.broken, rank.iteration, rank.phase
+                if stood == where and rank.done == mine and rank.kept == part.kept:
+                    continue
+                changed.append(slot)
+                if part.state in CAN_ENTER and (slot in self.began or rank.state not in CAN_ENTER):
+                    self._came(slot, rank.incarnation, now)
+                rank.state, rank.generation, rank.entering, rank.broken, rank.iteration, rank.phase = where
+                rank.done, rank.kept = mine, part.kept
+            self.newest = max(self.newest, part.generation, part.entering)
+        self.progress.update(dict.fromkeys(changed, now))
+        stand = {(part.state, part.generation, part.entering, part.broken) for part in parts}
+        if len(stand) == 1 and self.one_incarnation is not None and not all(part.slots for part in parts):
+            self._agree(Common(*stand.pop(), self.one_incarnation))
+        else:
+            self._sum_up()
         return changed
 
     def _note_change(self, slot: int, old: RankStatus | None, rank: RankStatus, now: float) -> None:

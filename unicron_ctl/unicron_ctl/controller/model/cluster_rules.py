@@ -68,14 +68,13 @@ def on_replanned(state: ClusterState, event: Event, record: records.ClusterRepla
 
 
 def on_remember_fault(state: ClusterState, event: Event, record: records.FailureDetected) -> None:
-    """Keeps the escalation's history: one fault per failure."""
+    """Keeps the escalation's history: one fault per failure and slot."""
     e = record.escalation
     if e is None:
         return
-    fault = Fault(
-        event.time, event.job, e.slot, e.node, record.cause, e.scope, Severity(e.severity), e.uptime, e.worked
-    )
-    state.history.record(fault, escalation_table.State(e.state))
+    after, what = escalation_table.State(e.state), (e.node, record.cause, e.scope, Severity(e.severity))
+    for slot in (e.slot, *e.others):
+        state.history.record(Fault(event.time, event.job, slot, *what, e.uptime, e.worked), after)
 
 
 def on_remember_progress(state: ClusterState, event: Event, record: records.Record) -> None:

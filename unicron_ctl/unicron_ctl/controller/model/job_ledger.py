@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from unicron_ctl.shared.protocol.structs import StepTable
 
@@ -82,7 +82,7 @@ class OpenIteration:
             self.missing.difference_update(table.slots)
         self.seconds += table.seconds
         self.generation = max(self.generation, table.generation)
-        self._count([index for batches in table.micro_batches for index in batches])
+        self._count(list(chain.from_iterable(table.micro_batches)))
         for slot, computed in table.computed.items():
             batches = table.micro_batches[table.slots.index(slot)]
             self.dropped = self.dropped or len(computed) > len(batches)
@@ -91,9 +91,10 @@ class OpenIteration:
                     self.besides[index] = self.besides.get(index, 0) + more
 
     def _count(self, indices: list[int]) -> None:
-        """Counts the indices in the gradients of a table's ranks. Nearly always each is new."""
-        counts, new = self.summed, dict.fromkeys(indices, 1)
+        """Counts the indices in gradients. Usually none of them is in another one."""
+        counts = self.summed
         self.in_gradients += len(indices)
+        new = dict.fromkeys(indices, 1)
         if len(new) == len(indices) and counts.keys().isdisjoint(new):
             counts.update(new)
             return

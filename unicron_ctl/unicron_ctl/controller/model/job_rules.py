@@ -93,15 +93,18 @@ def on_ranks_ready(job: JobState, event: Event, record: records.RanksReady) -> N
 
 
 def on_rank_start(job: JobState, event: Event, record: records.RankStart) -> None:
-    slot = _slot(job, record.slot)
-    slot.wanted, slot.not_before, slot.why = record.incarnation, record.not_before, record.reason
+    for number in (record.slot, *record.others):
+        slot = _slot(job, number)
+        slot.wanted, slot.not_before, slot.why = record.incarnation, record.not_before, record.reason
     if failure := job.failure(record.failure) if record.failure else None:
         wait = f" in {record.not_before - event.time:.0f} s" if record.not_before > event.time else ""
-        failure.actions.append(f"restart slot {record.slot} in place{wait}")
+        which = f"slots {[record.slot, *record.others]}" if record.others else f"slot {record.slot}"
+        failure.actions.append(f"restart {which} in place{wait}")
 
 
 def on_exit_noted(job: JobState, event: Event, record: records.ExitNoted) -> None:
-    _slot(job, record.slot).exit_seen = Identity(record.agent, record.incarnation)
+    for number in (record.slot, *record.others):
+        _slot(job, number).exit_seen = Identity(record.agent, record.incarnation)
 
 
 # ---------------------------------------------------------------- failures

@@ -7,7 +7,7 @@ updated slot by slot. So the cost of a message does not depend on the job's size
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from unicron_ctl.controller.model.agent_view import CAN_ENTER, AgentView, LastWord
@@ -31,6 +31,8 @@ class JobView:
     agents: dict[int, AgentView] = field(default_factory=dict)
     changed: set[int] = field(default_factory=set)
     """Slots whose status sensors have not seen yet."""
+    together: set[int] = field(default_factory=set)
+    """Elements whose ranks have all changed, and stand alike; these slots need not be in `changed`."""
     touched: set[int] = field(default_factory=set)
     """Elements that may lack an order."""
     order_checks: list[tuple[float, int]] = field(default_factory=list)
@@ -43,6 +45,8 @@ class JobView:
     """Members that have not trained to the end."""
     ready: set[int] = field(default_factory=set)
     """Elements with a rank that waits to enter."""
+    came: int = -1
+    """The last one that was found to be so."""
     restarts: set[int] = field(default_factory=set)
     """Elements in which a process has to be ended or started."""
     fences: dict[str, Fence] = field(default_factory=dict)
@@ -108,6 +112,8 @@ class JobView:
     """Counts changes of phase, members or plan."""
     planned: tuple[list[int], frozenset[int]] = field(default_factory=lambda: ([], frozenset()))
     """The members of the last plan that was looked at, as a list and as a set."""
+    _crews: tuple[Mapping[int, Identity], dict[int, Identity]] = field(default_factory=lambda: ({}, {}))
+    """The members that were looked at last, and `crews` of them."""
 
     def __post_init__(self) -> None:
         self.per_node = self.state.per_node
@@ -131,6 +137,24 @@ class JobView:
         agent = self.agent(slot)
         status = agent.ranks.get(slot) if agent else None
         return Identity(agent.agent, status.incarnation) if agent and status else None
+
+    @property
+    def crews(self) -> dict[int, Identity]:
+        """Element -> the process that is a member in all of its slots: their agent and their common incarnation.
+        Computed once per membership."""
+        members, per_node = self.state.members, self.per_node
+        if self._crews[0] is not members:
+            counts: dict[tuple[int, Identity], int] = {}
+            for slot, process in members.items():
+                where = slot // per_node, process
+                counts[where] = counts.get(where, 0) + 1
+            self._crews = members, {where[0]: where[1] for where, count in counts.items() if count == per_node}
+        return self._crews[1]
+
+    def forget_changes(self) -> None:
+        """Drops the changes that no sensor has seen."""
+        self.changed.clear()
+        self.together.clear()
 
     def cold(self) -> dict[str, list[int]]:
         """reason -> slots whose processes were started cold for it."""
@@ -295,25 +319,30 @@ class JobView:
         plan = state.offer or state.plan
         if phase is Phase.BREAKING:
             self.awaited = set(self.unfinished)
-            self.changed.update(slot for slot in self._members_but("running", -1) if not self._known_end(slot))
+            self.changed.update(slot for slot in self._members_but(("running",), -1) if not self._known_end(slot))
             if state.replica > 1:  # members whose replica is newly hit have to stop at once
                 self.touched.update(state.elements(state.hit()))
         elif phase in (Phase.ENTERING, Phase.OFFERING) and plan is not None:
             self.awaited = set(plan.members)
-            self.changed.update(self._members_but("stopped", plan.generation))
+            # All agents get a plan at once; newcomers that wait for an offer have to be looked at to get theirs.
+            usual = AT_REST if phase is Phase.ENTERING else ("stopped",)
+            self.changed.update(self._members_but(usual, plan.generation))
         else:
             self.awaited.clear()
             self.changed.update(state.members)
             self.touched.update(self.agents)
 
-    def _members_but(self, usual: str, generation: int) -> list[int]:
-        """Members and joiners that are no longer in the usual state, or are in that generation already."""
+    def _members_but(self, usual: Collection[str], generation: int) -> list[int]:
+        """Members and joiners that are no longer in a usual state, or are in that generation already."""
         members, joining, agents = self.state.members, self.state.joining, self.agents
         found: list[int] = []
         for agent in agents.values():
             if agent.alive:
+                common = agent.common
+                if common is not None and common.state in usual and common.generation != generation:
+                    continue
                 ranks = agent.ranks.items()
-                found += [slot for slot, rank in ranks if rank.state != usual or rank.generation == generation]
+                found += [slot for slot, rank in ranks if rank.state not in usual or rank.generation == generation]
             else:
                 found += agent.ranks
         absent = {*self.state.inside, *self.state.elements(joining)} - agents.keys()
@@ -417,5 +446,6 @@ class JobView:
         """Takes in that one of the agent's ranks changed, or whether it lives."""
         if agent.waits and agent.alive:
             self.ready.add(agent.element)
+            self.came = agent.element
         else:
             self.ready.discard(agent.element)

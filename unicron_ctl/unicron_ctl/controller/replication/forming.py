@@ -67,7 +67,7 @@ def states(status: RankStatus) -> list[tuple[int, str]]:
 
 def left_behind(reports: Mapping[int, RankStatus], found: FormableGeneration) -> str:
     """Describe a newer state than that of `found`, of which only parts are there; empty if there is none."""
-    newest = max(iteration for status in reports.values() for iteration, _ in states(status))
+    newest = max(max(status.kept)[0] if status.kept else next_iteration(status) for status in reports.values())
     if newest <= found.iteration:
         return ""
     have = [slot for slot, status in sorted(reports.items()) if newest in dict(states(status))]
@@ -80,6 +80,8 @@ def left_behind(reports: Mapping[int, RankStatus], found: FormableGeneration) ->
 def taken_over(reports: Mapping[int, RankStatus], found: FormableGeneration) -> str:
     """Describe joiners that could begin with an older state of their own, but take the newer one of a whole replica, so
     that no work is repeated. Empty if there are none."""
+    if not found.iteration:
+        return ""  # none is older
     older = {slot: max((i for i, _ in states(reports[slot])), default=-1) for slot in found.joiners if slot in reports}
     behind = {slot: iteration for slot, iteration in older.items() if 0 < iteration < found.iteration}
     if not behind or found.source is None:

@@ -6,8 +6,11 @@ Only slots whose status changed (`JobView.changed`) are checked, and closely onl
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from unicron_ctl.controller.model.agent_view import AgentView
+from msgspec.structs import replace
+
+from unicron_ctl.controller.model.agent_view import AgentView, Common
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import NO_SLOT, AgentRecord, Identity, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
@@ -42,7 +45,7 @@ def take_in_changes(job: JobView, standing: Standing) -> list[int]:
             running.append((slot, status))
         elif status.state == "stopped" and breaking and status.broken >= state.broken:
             awaited.discard(slot)
-        elif status.state == "entering" and _enters(job, slot, status):
+        elif status.state == "entering" and slot in awaited and _enters(job, status.entering):
             job.stopped.pop(slot, None)
             entering.append(slot)
         else:
@@ -52,6 +55,48 @@ def take_in_changes(job: JobView, standing: Standing) -> list[int]:
     return odd
 
 
+def take_in_nodes(job: JobView, standing: Standing) -> None:
+    """Take in common changes of nodes whose ranks stand alike. The others count as changed, slot by slot."""
+    usual = _stays_forming if job.state.phase is Phase.FORMING else _take_in_node
+    for element in job.together:
+        agent = job.agents.get(element)
+        if agent is not None and not (agent.common is not None and usual(job, agent, agent.common, standing)):
+            job.changed.update(agent.slots)
+    job.together.clear()
+
+
+def _take_in_node(job: JobView, agent: AgentView, common: Common, standing: Standing) -> bool:
+    """Take in what :func:`take_in_changes` does for each slot. Return False if one needs a closer look."""
+    state, slots, awaited = job.state, agent.slots, job.awaited
+    if job.crews.get(agent.element) != (agent.agent, common.incarnation) or not agent.alive:
+        return False
+    if state.lost and not state.lost.keys().isdisjoint(slots):
+        return False
+    breaking, generations = state.phase is Phase.BREAKING, _generations(state)
+    if common.state == "stopped" and breaking and common.broken >= state.broken:
+        awaited.difference_update(slots)
+    elif common.state == "running" and not breaking and common.generation in generations:
+        if common.generation == generations[0]:
+            awaited.difference_update(slots)
+        standing.update_running(agent.ranks.items())
+    elif common.state == "entering" and awaited.issuperset(slots) and _enters(job, common.entering):
+        standing.stop_judging(slots)
+    else:
+        return False
+    for slot in slots if job.stopped and not breaking else ():
+        job.stopped.pop(slot, None)
+    return True
+
+
+def _stays_forming(job: JobView, agent: AgentView, common: Common, standing: Standing) -> bool:
+    """Whether :func:`_gets_ready` holds for all ranks of the agent."""
+    state = job.state
+    if common.state not in ("starting", "waiting") or state.members or state.joining or state.banished:
+        return False
+    wanted = max([state.slots.get(slot, NO_SLOT).wanted for slot in agent.slots])
+    return common.incarnation >= wanted and agent.alive and not agent.status.begins
+
+
 def _generations(job: JobState) -> tuple[int, int]:
     """The generation that the job waits for, and the one in which members run on while it is only offered."""
     plan = job.offer or job.plan
@@ -59,19 +104,20 @@ def _generations(job: JobState) -> tuple[int, int]:
     return generation, job.plan.generation if job.offer is not None and job.plan is not None else generation
 
 
-def _enters(job: JobView, slot: int, status: RankStatus) -> bool:
-    """Whether the member is on its way into the plan that the job waits for."""
+def _enters(job: JobView, generation: int) -> bool:
+    """Whether this is the generation of the plan that the job waits for its members to enter."""
     state = job.state
-    entered = state.plan is not None and status.entering == state.plan.generation
-    return state.phase is Phase.ENTERING and entered and slot in job.awaited
+    return state.phase is Phase.ENTERING and state.plan is not None and generation == state.plan.generation
 
 
 def _gets_ready(job: JobView, slot: int) -> bool:
-    """Whether the rank of a forming job is a new process that starts or waits, which calls for nothing yet."""
+    """Whether the rank of a forming job is a new process that comes, starts or waits, which calls for nothing yet."""
     state, agent = job.state, job.agents.get(slot // job.per_node)
-    status = agent.ranks.get(slot) if agent is not None else None
-    if agent is None or status is None or slot in state.members or slot in state.joining:
+    if agent is None or slot in state.members or slot in state.joining:
         return False
+    status = agent.ranks.get(slot)
+    if status is None:
+        return True  # its agent has just registered
     if status.state not in ("starting", "waiting") or _reports(status):
         return False
     if status.incarnation < state.slots.get(slot, NO_SLOT).wanted:
@@ -122,33 +168,75 @@ def _reports(status: RankStatus) -> bool:
 
 
 def check_members(view: View, job: JobView, slots: Iterable[int]) -> Outcome:
-    """Report ends of processes, replaced members, and notes of ranks in these slots."""
-    out = Outcome()
+    """Report ends of processes, replaced members, and notes of ranks in these slots. Ends of one node's processes that
+    are alike are one finding."""
+    out, alike = Outcome(), dict[_End, list[int]]()
     for slot in sorted(slots):
         agent = job.agent(slot)
         if agent is None:
             continue
         status = agent.ranks.get(slot)
-        for find in (_find_end, _find_replaced, _find_note):
+        end = _find_end(view, job, agent, slot, status)
+        if end is not None and status is not None:
+            if end not in alike:
+                out.findings.append(_end_finding(view, job, slot, status, end))
+            alike.setdefault(end, []).append(slot)
+        for find in (_find_replaced, _find_note):
             finding = find(view, job, agent, slot, status)
             if finding is not None:
                 out.findings.append(finding)
+    if any(len(group) > 1 for group in alike.values()):
+        groups = {group[0]: tuple(group) for group in alike.values()}
+        out.findings = [
+            replace(one, slots=groups[one.slots[0]]) if one.what in (What.EXIT, What.WANTED_END) else one
+            for one in out.findings
+        ]
     return out
 
 
-def _find_end(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Finding | None:
+class _End(NamedTuple):
+    """The end of a process. Two of one agent that are equal are judged as one."""
+
+    what: What
+    identity: Identity
+    code: int
+    oom: bool
+    last_line: str
+    quick: bool
+    """Whether it came soon after the start of the process."""
+    fault_of: int
+    """The slot of a process that names its fault: that one is judged alone. -1 for any other."""
+
+
+def _find_end(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> _End | None:
     end = status.end if status is not None else None
     if status is None or end is None or agent.status.leaving:
         return None
     identity = Identity(agent.agent, status.incarnation)
     if job.state.slot(slot).exit_seen == identity:
         return None
-    fault = (status.fault.cause or f"{status.fault.type}: {status.fault.text}") if status.fault else ""
     wanted = end.code == 0 or _is_wanted(view, job, agent, slot, identity)
-    what, source = What.WANTED_END if wanted else What.EXIT, Source.AGENT if status.exit else Source.RANK
-    evidence = "\n".join(part for part in dict.fromkeys((fault, end.last_line)) if part)
-    by, details = "process exit" if status.exit else "exception", {"fault": status.fault, "pid": status.pid}
-    return slot_finding(view, job, what, (slot,), source, evidence, by, identity=identity, exit=end, **details)
+    what, quick = What.WANTED_END if wanted else What.EXIT, view.state.history.policy.quick_seconds
+    fault_of = slot if status.fault is not None else -1
+    return _End(what, identity, end.code, end.oom, end.last_line, end.lived <= quick, fault_of)
+
+
+def _end_finding(view: View, job: JobView, slot: int, status: RankStatus, found: _End) -> Finding:
+    fault = (status.fault.cause or f"{status.fault.type}: {status.fault.text}") if status.fault else ""
+    evidence = "\n".join(part for part in dict.fromkeys((fault, found.last_line)) if part)
+    source, by = (Source.AGENT, "process exit") if status.exit else (Source.RANK, "exception")
+    details = {"identity": found.identity, "exit": status.end, "fault": status.fault, "pid": status.pid}
+    return slot_finding(view, job, found.what, (slot,), source, evidence, by, **details)
+
+
+def apart(job: JobView, finding: Finding) -> list[Finding]:
+    """Split a finding about alike ends into one for each process."""
+    found = ((slot, job.status(slot)) for slot in finding.slots)
+    return [
+        replace(finding, slots=(slot,), exit=status.end, pid=status.pid, iteration=status.iteration)
+        for slot, status in found
+        if status is not None and status.end is not None
+    ]
 
 
 def _is_wanted(view: View, job: JobView, agent: AgentView, slot: int, identity: Identity) -> bool:

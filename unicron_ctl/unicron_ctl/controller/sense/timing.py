@@ -98,9 +98,7 @@ class PhaseTimes:
             values, iterations = values[good], iterations[good]
         if slots:
             if not self.rows.keys() >= set(slots):
-                for slot in slots:
-                    if slot not in self.rows:
-                        self._add(slot)
+                self._add([slot for slot in dict.fromkeys(slots) if slot not in self.rows])
             rows = [self.rows[slot] for slot in slots]
             self.seconds[rows, iterations % WINDOW] = values
             self.stamps[rows, iterations % WINDOW] = iterations
@@ -108,17 +106,19 @@ class PhaseTimes:
             self.newest = max(self.newest, int(iterations.max()))
         return slots, values
 
-    def _add(self, slot: int) -> None:
-        row = self.rows[slot] = len(self.rows)
-        if row >= len(self.shares):
-            size = max(16, 2 * row)
+    def _add(self, slots: Sequence[int]) -> None:
+        first = len(self.rows)
+        count = first + len(slots)
+        self.rows.update(zip(slots, range(first, count), strict=True))
+        if count > len(self.shares):
+            size = max(16, 2 * count)
             for name, shape in (("seconds", (size, WINDOW, len(COLUMNS))), ("stamps", (size, WINDOW))):
                 old = getattr(self, name)
                 new = np.zeros(shape, dtype=old.dtype)
                 new[: len(old)] = old
                 setattr(self, name, new)
             self.shares = np.concatenate([self.shares, np.zeros(size - len(self.shares))])
-        self.stamps[row] = -1
+        self.stamps[first:count] = -1
 
     def comparable(self, last: int = WINDOW) -> Row:
         """Return slot -> phase -> mean seconds of the `last` iterations, as if all had equally many micro-batches.

@@ -51,7 +51,7 @@ def elements_of(slots: Iterable[int], per_node: int) -> list[int]:
 def proposers_of(plan: wire.Plan, peer: Callable[[int], structs.Peer | None], per_node: int) -> list[structs.Peer]:
     """Return the agents that may propose what follows a plan: those of the lowest members that others can reach. peer:
     returns an element's agent."""
-    elements = dict.fromkeys(slot // per_node for slot in sorted(plan.members))
+    elements = elements_of(plan.members, per_node)
     reached = (found for element in elements if (found := peer(element)) is not None and found.address)
     return list(islice(reached, PROPOSERS))
 

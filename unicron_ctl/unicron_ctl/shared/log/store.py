@@ -205,6 +205,7 @@ class Store:
             if self.holder() != last:
                 raise LogTakenOver(f"{self.path}: another unicrond has just taken it over")
             self._db.execute("INSERT OR REPLACE INTO term VALUES (1, ?, ?, ?, ?)", fresh)
+            self._db.execute(f"PRAGMA user_version={LOG.number}")  # a log of the release before goes on in this one's
         self.term = fresh.number
 
     def renew(self) -> None:

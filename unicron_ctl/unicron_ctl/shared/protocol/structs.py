@@ -287,12 +287,22 @@ StepTables = Annotated[list[StepTable], Meta(max_length=ranges.MOST_STEP_REPORTS
 
 
 class Progress(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The point that ranks in training have reached."""
+    """The point that ranks have reached, and where they stand, if that is not as the whole status said."""
 
     iteration: ranges.Iteration
     phase: ranges.RankPhase
     slots: Annotated[list[ranges.Slot], Meta(max_length=ranges.MOST_RANKS)] = []
-    """Empty: all of the node's that train and are in no other entry."""
+    """Empty: all of the node's that are in no other entry."""
+    state: ranges.RankState = "running"
+    generation: ranges.Count = 0
+    entering: ranges.Count = 0
+    broken: ranges.Count = 0
+    kept: Annotated[list[tuple[ranges.Iteration, ranges.Kind]], Meta(max_length=ranges.MOST_COPIES)] = []
+
+    @property
+    def states(self) -> bool:
+        """Whether it says where the ranks stand: one that runs is in a generation."""
+        return self.generation > 0 or self.state != "running"
 
 
 # ---------------------------------------------------------------- other agents

@@ -2,7 +2,7 @@
 arrival against these types and the ranges of their fields (`ranges`). `structs` has their parts.
 
 The protocol is level-triggered. An agent's :class:`Status` always holds the whole state of its ranks, and is sent at
-every change and every few heartbeats; between them a :class:`Going` adds mere progress to the last one. The
+every change and every few heartbeats; between them a :class:`Going` says what is new since the last one. The
 controller repeats :class:`Break` and :class:`Plan` until the statuses show that they were obeyed. So any message may be
 lost or repeated, and either side may restart, without harm (docs/design/generations.md). An agent merges the messages
 of its ranks, so that the controller's work grows with nodes, not with ranks.
@@ -135,8 +135,9 @@ class Status(Message, tag="status"):
 
 
 class Going(Message, tag="going"):
-    """A heartbeat of an agent whose ranks train, and are otherwise as its whole status `on` described them. It takes a
-    tenth of the time to read. A controller without that status asks for a whole one (:class:`Ping`)."""
+    """A status of an agent whose ranks have come further than its whole status `on` described them, or have stopped,
+    entered or run on, and are otherwise as it says. It takes a tenth of the time to read. A controller without that
+    status asks for a whole one (:class:`Ping`)."""
 
     job: ranges.Kind
     element: ranges.Element
@@ -145,15 +146,23 @@ class Going(Message, tag="going"):
     number: ranges.Count  # counts together with the statuses
     on: ranges.Count
     progress: Annotated[list[Progress], Meta(min_length=1, max_length=ranges.MOST_RANKS)]
+    """All of them say where the ranks stand, or none does."""
     moved: ranges.Count = 0
     tables: StepTables = []
+    done: ranges.Assignment = {}
+    """If they say it: slot -> the micro-batches in its gradient, if there are any."""
 
     def __post_init__(self) -> None:
-        if len(self.progress) > 1:
-            slots = [slot for part in self.progress for slot in part.slots]
-            others = sum(not part.slots for part in self.progress)
-            if len(set(slots)) < len(slots) or len(slots) > ranges.MOST_RANKS or others > 1:
-                raise ValueError("each slot is in one place")
+        if len(self.progress) == 1:
+            return
+        slots, others, states = list[int](), 0, self.progress[0].states
+        for part in self.progress:
+            slots += part.slots
+            others += not part.slots
+            if part.states != states:
+                raise ValueError("all ranks say where they stand, or none does")
+        if len(set(slots)) < len(slots) or len(slots) > ranges.MOST_RANKS or others > 1:
+            raise ValueError("each slot is in one place")
 
 
 class Envelope(msgspec.Struct):

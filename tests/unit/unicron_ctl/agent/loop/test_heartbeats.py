@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,8 +51,9 @@ def test_mere_progress_is_said_briefly():
 
 
 CHANGES: dict[str, Callable[[wire.Status], object]] = {
-    "a rank has stopped": lambda s: setattr(s.ranks[4], "state", "stopped"),
-    "a rank has entered another generation": lambda s: setattr(s.ranks[4], "generation", 3),
+    "a rank has ended": lambda s: setattr(s.ranks[4], "state", "exited"),
+    "a rank starts again": lambda s: setattr(s.ranks[4], "state", "starting"),
+    "a rank has shards": lambda s: setattr(s.ranks[4], "shards", [structs.Shards(2, 7, 2, [0])]),
     "a rank has a fault": lambda s: setattr(s.ranks[4], "fault", structs.Fault(type="E", text="", at=1.0)),
     "a rank has corrected something": lambda s: setattr(s.ranks[4], "note", structs.Fault(type="E", text="", at=1.0)),
     "a rank is another process": lambda s: setattr(s.ranks[4], "incarnation", 1),
@@ -97,13 +99,100 @@ def test_only_ranks_that_went_on_have_made_progress():
     assert known.progress == {4: 0.0, 5: 1.0, 6: 0.0}
 
 
+def stopped(number: int) -> wire.Status:
+    """All have stopped for the Break of generation 2; 5 has finished its micro-batches, and 4 keeps a state."""
+    status = trained(number)
+    for slot, rank in status.ranks.items():
+        rank.state, rank.broken, rank.changed = "stopped", 2, float(number)
+        rank.phase, rank.done = ("reducing", [3, 4]) if slot == 5 else ("computing", [])
+    status.ranks[4].kept = [(7, "mark")]
+    return status
+
+
+def test_where_ranks_stand_is_said_once_for_all_that_stand_alike():
+    message = sent(chooser().form(stopped(2), 1.0))
+    assert isinstance(message, wire.Going) and message.done == {5: [3, 4]}
+    rows = sorted((row.slots, row.state, row.generation, row.broken, row.phase, row.kept) for row in message.progress)
+    assert rows == [
+        ([], "stopped", 2, 2, "computing", [(7, "mark")]),
+        ([5], "stopped", 2, 2, "reducing", []),
+        ([6], "stopped", 2, 2, "computing", []),
+    ]
+
+
+def test_the_controller_knows_where_ranks_stand_as_if_the_status_were_whole():
+    brief, whole, heartbeats = view(), view(), Heartbeats()
+    heartbeats.period = PERIOD
+    for number, status in enumerate((trained(1), stopped(2), stopped(3)), start=1):
+        status.number = number
+        message = sent(heartbeats.form(status, float(number)))
+        take = brief.on_going if isinstance(message, wire.Going) else brief.on_status
+        news = take(message, float(number))
+        said = whole.on_status(sent(status), float(number))
+        assert news == (said if number < 3 else [])
+        assert (brief.waits, brief.common, brief.broken, brief.newest) == (
+            whole.waits,
+            whole.common,
+            whole.broken,
+            whole.newest,
+        )
+        for slot in SLOTS:
+            known = msgspec.structs.replace(whole.ranks[slot], changed=brief.ranks[slot].changed)
+            assert brief.ranks[slot] == known
+    assert brief.number == 3 and brief.whole == 1 and brief.common is not None and brief.common.state == "stopped"
+    assert news == [], "the same again is no news"
+
+
+def test_ranks_at_rest_say_where_they_stand_each_time_and_a_whole_status_is_then_no_news():
+    """A phase counts a rank as at rest if it says the same again, and forming waits while ranks come."""
+    known, heartbeats = view(), Heartbeats()
+    heartbeats.period = PERIOD
+    known.on_status(sent(heartbeats.form(trained(1), 0.0)), 0.0)
+    for number in (2, 3):
+        message = sent(heartbeats.form(stopped(number), float(number)))
+        assert isinstance(message, wire.Going) and message.progress[0].states
+        known.on_going(message, float(number))
+    heartbeats.doubt()
+    assert known.on_status(sent(heartbeats.form(stopped(4), 4.0)), 4.0) == [] and set(known.progress.values()) == {2.0}
+    again = sent(heartbeats.form(stopped(5), 5.0))
+    assert isinstance(again, wire.Going) and again.progress[0].states and known.on_going(again, 5.0) == []
+    failed = stopped(6)
+    failed.ranks[4].fault = structs.Fault(type="E", text="", at=1.0)
+    assert known.on_status(sent(heartbeats.form(failed, 6.0)), 6.0) == [4]
+
+
+def test_ranks_that_all_train_in_a_new_generation_say_so_briefly_and_then_whole():
+    heartbeats = chooser()
+    entered = [trained(number) for number in (2, 3, 4)]
+    for status in entered:
+        for rank in status.ranks.values():
+            rank.generation = 3
+    first, second, third = (heartbeats.form(status, 1.0) for status in entered)
+    assert isinstance(first, wire.Going) and first.progress[0].generation == 3
+    assert second is entered[1] and isinstance(third, wire.Going) and not third.progress[0].states
+
+
+@pytest.mark.parametrize(
+    "message",
+    [wire.Break(generation=2, lost=[], reason=""), wire.Pong(), wire.PlanShare(common=msgspec.Raw(b""))],
+    ids=["Break", "Pong", "plan"],
+)
+def test_a_break_and_a_plan_call_for_no_whole_status_but_other_messages_do(message):
+    heartbeats = chooser()
+    heartbeats.on_message(message)
+    assert isinstance(heartbeats.form(stopped(2), 1.0), wire.Going)
+    heartbeats.on_message(wire.Ping())
+    assert isinstance(heartbeats.form(stopped(3), 1.0), wire.Status)
+
+
 @pytest.mark.parametrize(
     "rows",
     [
         [structs.Progress(1, "computing"), structs.Progress(2, "computing")],
         [structs.Progress(1, "computing", [4, 4])] * 2,
+        [structs.Progress(1, "computing"), structs.Progress(1, "computing", [4], "stopped", 2)],
     ],
-    ids=["two for all others", "one slot twice"],
+    ids=["two for all others", "one slot twice", "only one says where it stands"],
 )
 def test_a_slot_that_is_in_two_places_is_refused(rows):
     message = wire.Going(
@@ -138,7 +227,7 @@ def test_what_ranks_do_after_a_whole_status_does_not_change_what_it_said():
     heartbeats, status = Heartbeats(), trained()
     heartbeats.period = PERIOD
     heartbeats.form(status, 0.0)
-    status.ranks[4].state = "stopped"
+    status.ranks[4].saved = 8
     again = copy.copy(status)
     again.number = 2
     assert heartbeats.form(again, 1.0) is again
@@ -152,7 +241,7 @@ steps = st.fixed_dictionaries(
     {
         "lost": st.booleans(),
         "slot": st.sampled_from(SLOTS),
-        "change": st.sampled_from(["iteration", "phase", "stop", "run", "save", "nothing"]),
+        "change": st.sampled_from(["iteration", "phase", "stop", "run", "enter", "keep", "save", "nothing"]),
         "seconds": st.sampled_from([0.2, 1.0, 11.0]),
     }
 )
@@ -175,6 +264,10 @@ def test_whatever_is_lost_the_controller_knows_what_the_last_message_told(course
                 rank.state = "stopped"
             case "run":
                 rank.state = "running"
+            case "enter":
+                rank.state, rank.generation, rank.entering = "running", rank.generation + 1, 0
+            case "keep":
+                rank.broken, rank.done, rank.kept = rank.broken + 1, [number], [(number, "mark")]
             case "save":
                 rank.saved += 1
         rank.changed, status.number = now, number
@@ -189,12 +282,9 @@ def test_whatever_is_lost_the_controller_knows_what_the_last_message_told(course
             known.on_status(message, now)
         for slot in SLOTS:
             mine, theirs = status.ranks[slot], known.ranks[slot]
-            assert (theirs.state, theirs.iteration, theirs.phase, theirs.saved) == (
-                mine.state,
-                mine.iteration,
-                mine.phase,
-                mine.saved,
-            )
+            names = "state generation entering broken kept iteration phase saved".split()
+            assert [getattr(theirs, name) for name in names] == [getattr(mine, name) for name in names]
+            assert theirs.done == mine.done or mine.state == "running", "of a rank in training it may be older"
         assert known.number == number and known.last_heard == now
 
 

@@ -1,16 +1,22 @@
 """Changes that all ranks of a large job make at once call for no close look at each rank; odd ones still do."""
 
+import dataclasses
 import tracemalloc
 from collections.abc import Collection
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.scale.alone import Alone
+from benchmarks.scale.simulation import Simulation
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.job import candidates
 from unicron_ctl.controller.model.agent_view import LastWord
 from unicron_ctl.controller.model.job_state import Phase
 from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.sense import members
+from unicron_ctl.controller.sense.iterations import Standing
 from unicron_ctl.controller.sense.timing import AT_ONCE, COLUMNS, PhaseTimes, Times
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
@@ -43,6 +49,54 @@ def test_ranks_that_get_ready_and_enter_are_taken_in_in_one_loop(looks: Looks) -
     for state in ("starting", "waiting"):
         assert not of(looks, Phase.FORMING, state)
     assert not of(looks, Phase.ENTERING, "entering")
+
+
+def test_nodes_whose_ranks_stand_alike_are_taken_in_as_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Slot by slot, the job would know the same."""
+    taken: list[tuple[Phase, int]] = []
+    seen = members.take_in_nodes
+
+    def take_in_nodes(job: JobView, standing: Standing) -> None:
+        together = set(job.together)
+        seen(job, standing)
+        taken.extend((job.state.phase, e) for e in together if job.changed.isdisjoint(job.agents[e].slots))
+
+    monkeypatch.setattr(members, "take_in_nodes", take_in_nodes)
+    lines = Alone(tmp_path)
+    simulation = Simulation(lines, 3, 2)
+    try:
+        simulation.start()
+        simulation.until(simulation.settled, 60.0, "all train")
+        simulation.fail({0: [1]})
+        simulation.until(simulation.complete, 60.0, "all train again")
+        simulation.until(simulation.settled, 60.0, "the controller knows it")
+    finally:
+        simulation.close()
+    for phase in (Phase.FORMING, Phase.ENTERING, Phase.BREAKING):
+        assert {1, 2} <= {element for when, element in taken if when is phase}, phase
+    (job,) = lines.core.view.live.jobs.values()
+    assert job.state.phase is Phase.RUNNING and sorted(job.state.members) == list(range(6)) and not job.awaited
+    assert job.crews == {element: job.state.members[2 * element] for element in (1, 2)}
+
+
+@pytest.mark.parametrize("odd", ["lost", "replaced", "leaves", "another generation"])
+def test_a_node_with_anything_odd_is_looked_at_slot_by_slot(odd: str) -> None:
+    world = World()
+    agents = world.start_job(nodes=3, ranks=2)
+    job, agent = world.core.view.job(world.job()), world.core.view.live.agent("1", 1)
+    assert agent is not None and agent.common is not None
+    job.together.add(1)
+    match odd:
+        case "lost":
+            job.state = dataclasses.replace(job.state, lost={3: job.state.members[3]})
+        case "replaced":
+            agent.agent = "another"
+        case "leaves":
+            agent.status.leaving = "finished"
+        case _:
+            agent.common = agent.common._replace(generation=agent.common.generation + 1)
+    members.take_in_nodes(job, world.core.runtime(job.state).sensors.iterations.standing)
+    assert job.changed == {2, 3} and not job.together and len(agents) == 3
 
 
 def test_an_end_on_record_is_looked_at_once(looks: Looks) -> None:

@@ -12,8 +12,17 @@ import pytest
 from unicron_ctl.controller.core.state_snapshot import read_state
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event, Record
-from unicron_ctl.shared.log.store import TAIL_BYTES, TAIL_ROWS, EventFilter, Store, StoreError
+from unicron_ctl.shared.log.store import (
+    TAIL_BYTES,
+    TAIL_ROWS,
+    EventFilter,
+    Holder,
+    LogTakenOver,
+    Store,
+    StoreError,
+)
 from unicron_ctl.shared.log.thinning import KEPT_FIRST, KEPT_LAST
+from unicron_detector.formats import LOG
 
 STEP = records.Step(
     iteration=1, loss=1.0, seconds=0.5, ranks=2, nodes=2, flops=1e9, train_iterations=9, micro_batches=8, computed=8
@@ -91,6 +100,24 @@ def test_the_log_of_another_release_is_refused_with_what_to_do(tmp_path: Path, v
         Store(tmp_path / "events.sqlite")
     message = str(caught.value)
     assert f"written by {who}" in message and "move it away" in message and "\n" not in message
+
+
+def test_a_log_of_the_format_before_gets_this_one_with_the_next_term(tmp_path: Path) -> None:
+    """Until then the release before may go on with it: a standby of this release has it open, too."""
+    path = tmp_path / "events.sqlite"
+    Store(path).close()
+    with sqlite3.connect(path) as opened:
+        opened.execute(f"PRAGMA user_version={LOG.oldest}")
+    store = Store(path)
+    numbers = [opened.execute("PRAGMA user_version").fetchone()[0]]
+    with pytest.raises(LogTakenOver):
+        store.begin_term(Holder(5, "me"), Holder(4, "nobody"))
+    numbers.append(opened.execute("PRAGMA user_version").fetchone()[0])
+    store.begin_term(Holder(1, "me"), Holder())
+    numbers.append(opened.execute("PRAGMA user_version").fetchone()[0])
+    opened.close()
+    store.close()
+    assert numbers == [LOG.oldest, LOG.oldest, LOG.number] and LOG.oldest < LOG.number
 
 
 def test_the_log_does_without_the_steps_of_an_undisturbed_run(store: Store) -> None:

@@ -18,6 +18,7 @@ class EscalationFacts(msgspec.Struct, frozen=True, kw_only=True):
     worked: bool  # the process had finished an iteration
     event: str  # a value of `escalation_table.Event`
     state: str  # of the slot, a value of `escalation_table.State`
+    others: list[int] = []  # further slots with an alike fault
 
 
 class SeenExit(msgspec.Struct, frozen=True, kw_only=True):

@@ -90,12 +90,13 @@ class RanksReady(Record, frozen=True, tag="ranks_ready"):
 
 
 class RankStart(Record, frozen=True, tag="rank_start"):
-    """A new process should start in the slot."""
+    """A new process should start in the slot, and in others of its node alike."""
 
     slot: int
     incarnation: int
     not_before: float  # seconds since the epoch
     failure: int = 0  # the one that it remedies, or 0
+    others: list[int] = []  # further slots
 
 
 class StartedCold(Record, frozen=True, tag="started_cold"):
@@ -111,6 +112,7 @@ class ExitNoted(Record, frozen=True, tag="exit_noted"):
     agent: str
     incarnation: int
     code: int
+    others: list[int] = []  # further slots whose process ended alike
 
 
 class FaultInjected(Record, frozen=True, tag="injected"):
