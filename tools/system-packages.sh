@@ -6,6 +6,7 @@ what=${1:-all}
 python=${PYTHON:-python3}
 export PATH="$PATH:/usr/sbin:/sbin"
 missing=()
+exec 9<"$0" && flock 9 # apt-get takes no second one beside it
 
 need() { missing+=("$@"); }
 has() { command -v "$1" >/dev/null 2>&1; }
