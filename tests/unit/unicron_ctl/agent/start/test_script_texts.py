@@ -39,7 +39,7 @@ LONG = {
 }
 
 
-@pytest.mark.timeout(60)  # of a fraction of a second
+@pytest.mark.timeout(25)  # each takes a fraction of a second
 @pytest.mark.parametrize("text", LONG.values(), ids=list(LONG))
 def test_a_long_text_of_any_kind_is_read_once(tmp_path: Path, text: str) -> None:
     assert not shells.read_names(text).by_path
@@ -59,7 +59,7 @@ def test_a_long_text_of_any_kind_is_read_once(tmp_path: Path, text: str) -> None
 STARTS = ("apptainer exec ", 'apptainer exec "', "docker run 'x' ", "apptainer exec a\n", "podman 'a\n' ")
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(25)
 @pytest.mark.parametrize("start", STARTS)
 def test_many_starts_of_containers_are_read_once(start: str) -> None:
     shells.kept_in_container(["bash", "-c", start * (LENGTH // len(start))])
