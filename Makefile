@@ -46,7 +46,7 @@ $(STAMP): setup.cfg pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[train,dev]"
 	touch $@
 
-# Ten processes begin the tests at once, and each would compile all that it imports: a minute of both cores.
+# A dozen processes begin the tests at once, and each would compile what it imports: up to 25 s of CPU time each.
 compiled: $(COMPILED)   # what the tests import, once
 $(COMPILED): $(STAMP)
 	$(BIN)/python -m pytest -q -n 0 --collect-only tests/unit tests/process >/dev/null || true  # their tier says why
