@@ -144,7 +144,7 @@ def each_way() -> Iterator[object]:
             yield pytest.param(name, given, way, marks=() if usual else pytest.mark.long, id=f"{name}{number}-{way}")
 
 
-@pytest.mark.parametrize(("name", "given", "way"), each_way())
+@pytest.mark.parametrize(("name", "given", "way"), list(each_way()))
 def test_the_next_step_is_the_same(tmp_path: Path, name: str, given: dict[str, Any], way: str) -> None:
     """Defect: most optimizers' state came back as a KeyError in the first step, or as that of another model."""
     before = Training(name, given, seed=1, steps=STEPS)
