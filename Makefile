@@ -23,13 +23,14 @@ LEADERBOARD_ARGS ?=
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+COMPILED := $(VENV)/.compiled
 TEST  := $(BIN)/python -m pytest --dist loadfile
 # tests/conftest.py has the order of their files.
 WAITS := $(TEST) --no-loadscope-reorder
 # The releases of torch and Megatron-core in the environment
 CONSTRAINTS ?= constraints.txt
 
-.PHONY: help venv system system-test system-wide plugin agent-folder deb rpm manpages docs demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-packages test-matrix accept-texts lint bench storms torture gpu-check peers peers-debian leaderboard clean
+.PHONY: help venv compiled system system-test system-wide plugin agent-folder deb rpm manpages docs demo test test-mutants test-others test-slurm test-process test-demo test-wide test-long test-unit test-debian13 test-sid test-apptainer test-packages test-matrix accept-texts lint bench storms torture gpu-check peers peers-debian leaderboard clean
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST) | expand -t 18
 
@@ -43,6 +44,12 @@ $(STAMP): setup.cfg pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) torch
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[train,dev]"
+	touch $@
+
+# A dozen processes begin the tests at once, and each would compile what it imports: up to 25 s of CPU time each.
+compiled: $(COMPILED)   # what the tests import, once
+$(COMPILED): $(STAMP)
+	$(BIN)/python -m pytest -q -n 0 --collect-only tests/unit tests/process >/dev/null || true  # their tier says why
 	touch $@
 
 system:          ## installs missing Debian packages: Slurm, munge, a C compiler
@@ -91,9 +98,9 @@ demo: system venv plugin   ## two jobs train on a private Slurm cluster and are 
 	$(BIN)/unicronctl demo $(DEMO_ARGS)
 
 # The tests start hundreds of processes, which are to find the modules compiled, whatever the shell has set.
-demo test test-others test-slurm test-process test-demo test-wide test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
+demo compiled test test-others test-slurm test-process test-demo test-wide test-long test-unit: export PYTHONDONTWRITEBYTECODE :=
 
-test: system-test venv plugin   ## all three tiers: pure, several processes, a real Slurm; some eleven minutes
+test: system-test compiled plugin   ## all three tiers: pure, several processes, a real Slurm; some eleven minutes
 ifeq ($(PYTEST_ARGS),)
 	@echo "All three tiers run side by side: each prints when it is through."
 	$(MAKE) --no-print-directory -j2 --output-sync=line test-unit test-others
@@ -121,8 +128,8 @@ test-process:    # of test-others
 test-demo: system-test venv plugin   ## what the demo proves: it needs both cores for itself
 	$(BIN)/python -m pytest -m alone tests/slurm
 
-test-unit: venv  ## the first tier alone: no other processes to speak of, no Slurm; three to five minutes, less when it runs alone
-	nice -n 5 $(TEST) -n 2 tests/unit $(UNIT_ARGS)
+test-unit: compiled  ## the first tier alone: no other processes to speak of, no Slurm; three to five minutes, less when it runs alone
+	nice -n 5 $(TEST) -n 2 -m "$(SHAPES)" tests/unit $(UNIT_ARGS)
 
 # As root: in a system of its own, made by debootstrap in $DEBIAN_ROOTS (default .roots), of some 7 GB with its torch.
 test-debian13: ## as root: `make test` on Debian 13 (Slurm 24.11, Python 3.13), in a folder with a system of its own

@@ -6,6 +6,8 @@ what=${1:-all}
 python=${PYTHON:-python3}
 export PATH="$PATH:/usr/sbin:/sbin"
 missing=()
+exec 9<"$0"
+flock -w 900 9 || exit 1 # apt-get takes no second one beside it
 
 need() { missing+=("$@"); }
 has() { command -v "$1" >/dev/null 2>&1; }
@@ -79,7 +81,8 @@ if [ -n "$prometheus" ] && [ -d /etc/systemd/system ]; then # the package would 
 fi
 install() {
     # Without recommendations: the cluster is private, so mail and accounting packages have no use.
-    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${missing[@]}"
+    # The lock is not for the services that packages start.
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${missing[@]}" 9<&-
 }
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT

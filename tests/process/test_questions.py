@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,16 @@ from unicron_detector.failures.classify import Classifier
 pytestmark = pytest.mark.process
 ANSWER_SECONDS = 0.01  # of one answer: some 1,000 nodes, or a job of 16,384 ranks
 QUESTIONS = 250  # of each address, in one moment
-# Seconds, on a machine that does much else: with nothing else it is 0.06 and 0.08. They were 30 and more.
-MOST_GAP, MOST_BREAK = 0.6, 1.0
+# Answers, or messages, between two turns of the loop, and before a Break: a busy machine makes them fewer. With nothing
+# else to do they are 9 and 2. They were all of them.
+MOST_IN_A_TURN, MOST_BEFORE_BREAK = 60, 60
 
 
 class Running:
     """A controller in a thread of this process. Munge is a stub: a credential is the name of who made it."""
 
     def __init__(self, folder: Path) -> None:
-        self.turns: list[float] = []
+        self.turns = 0
         self.server: Server | None = None
         self._thread = threading.Thread(target=self._run, args=(folder,), daemon=True)
         self._thread.start()
@@ -49,14 +50,9 @@ class Running:
     def _run(self, folder: Path) -> None:
         config = Config(controller=ControllerConfig(auth="munge", slurm="none"))
         self.server = server = Server(config, Store(folder / "e.sqlite"), bind("tcp://127.0.0.1:0"), None, Classifier())
-        server.watchdog = lambda now: self.turns.append(time.monotonic())
+        server.watchdog = lambda now: setattr(self, "turns", self.turns + 1)
         server.run()
         server.close()
-
-    def gap(self, since: float) -> float:
-        """The longest time without a turn."""
-        turns = [turn for turn in self.turns if turn >= since]
-        return max(after - before for before, after in itertools.pairwise(turns))
 
     def close(self) -> None:
         assert self.server is not None
@@ -101,10 +97,10 @@ def test_an_asking_user_delays_no_break(
     running: Running, context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch, credential: str
 ) -> None:
     """Defect: answers had no limit of time, and a user had a bucket at each address: 10 s without a turn."""
-    answered = []
+    answered = list[int]()  # in which turn of the loop
 
     def slow(*given: Any) -> dict[str, Any]:
-        answered.append(given)
+        answered.append(running.turns)
         time.sleep(ANSWER_SECONDS)
         return {}
 
@@ -121,17 +117,18 @@ def test_an_asking_user_delays_no_break(
             dealer.send(question)
     wait_for(lambda: answered, "they are being answered")
     agents[0].status(state="exited", generation=1, exit=structs.Exit(code=-9, at=time.time(), lived=100.0))
-    told = time.monotonic()
+    told = len(answered)
     agents[1].expect(wire.Break, agents[0])
-    took = time.monotonic() - told
+    before = len(answered) - told
     while time.monotonic() - began < 3.0:
         for agent in agents:
             agent.turn()
         time.sleep(0.01)
-    gap = running.gap(began)
-    print(f"{len(answered)} answered; longest time without a turn {gap:.3f} s; the Break took {took:.3f} s")
-    assert gap <= MOST_GAP and took <= MOST_BREAK
-    assert len(answered) < 0.7 * 3.0 / ANSWER_SECONDS, "answers leave the controller time"
+    seconds = time.monotonic() - began
+    most = max(Counter(answered).values())
+    print(f"{len(answered)} answered in {seconds:.1f} s; at most {most} in a turn; {before} before the Break")
+    assert most <= MOST_IN_A_TURN and before <= MOST_BEFORE_BREAK
+    assert len(answered) < 0.7 * seconds / ANSWER_SECONDS, "answers leave the controller time"
     for agent in agents:
         agent.close()
 
@@ -141,18 +138,17 @@ def test_agents_that_come_all_at_once_do_not_stop_the_loop(
 ) -> None:
     """Each costs the controller some time, as a large job's do."""
     assert running.server is not None
-    core, count = running.server.core, []
+    core, taken = running.server.core, list[int]()
     receive: Callable[..., None] = core.receive
 
     def slow(*given: Any) -> None:
-        count.append(given)
+        taken.append(running.turns)
         time.sleep(0.002)
         receive(*given)
 
     monkeypatch.setattr(core, "receive", slow)
     settings = structs.Settings(name="gpt", user="ann", max_nodes=256)
     channels = dealers(running, context, 64)
-    began = time.monotonic()
     for element in range(256):
         message = wire.Register(
             job="7",
@@ -165,5 +161,7 @@ def test_agents_that_come_all_at_once_do_not_stop_the_loop(
             credential="ann",
         )
         channels[element % 64].send(wire.encode(message))
-    wait_for(lambda: len(count) >= 256, "all are taken in")
-    assert running.gap(began) <= MOST_GAP
+    wait_for(lambda: len(taken) >= 256, "all are taken in")
+    most = max(Counter(taken).values())
+    print(f"at most {most} in a turn")
+    assert most <= MOST_IN_A_TURN

@@ -20,7 +20,7 @@ from tests.support.processes import ROOT, outside_slurm, wait_for
 from unicron_ctl.shared.protocol.client import ask_and_see
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-TAKES_OVER_SECONDS = 5.0
+TAKES_OVER_SECONDS = 15.0  # less than five, and what a busy machine adds
 
 
 @pytest.fixture

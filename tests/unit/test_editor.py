@@ -14,16 +14,18 @@ import unicron
 from tests.support.documents import tracked
 from tests.support.processes import ROOT
 
-NAMES = (
-    ("detector/unicron_detector/failures/classify.py", "default_classifier"),
-    ("detector/unicron_detector/failures/severity.py", "Severity"),
+NAMES = (  # one of each package
     ("detector/unicron_detector/health/kernel_log.py", "KernelLog"),
     ("planner/unicron_planner/problem/gpus.py", "node_peak"),
+    ("transition/unicron_transition/iteration/ledger.py", "Ledger"),
+    ("unicron_ctl/unicron_ctl/shared/slurm/slurm_client.py", "Needs"),
+)
+MORE = (
+    ("detector/unicron_detector/failures/classify.py", "default_classifier"),
+    ("detector/unicron_detector/failures/severity.py", "Severity"),
     ("planner/unicron_planner/solver/plan.py", "Plan"),
     ("transition/unicron_transition/generations/layout.py", "compose"),
-    ("transition/unicron_transition/iteration/ledger.py", "Ledger"),
     ("unicron_ctl/unicron_ctl/controller/plan/eligible_nodes.py", "misfit"),
-    ("unicron_ctl/unicron_ctl/shared/slurm/slurm_client.py", "Needs"),
     ("unicron_ctl/unicron_ctl/shared/system/columns.py", "Listing"),
 )
 
@@ -43,7 +45,11 @@ def using(name: str, module: str) -> set[Path]:
     return found
 
 
-@pytest.mark.parametrize(("path", "name"), NAMES, ids=lambda value: value.rpartition("/")[2])
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [*NAMES, *(pytest.param(*each, marks=pytest.mark.long) for each in MORE)],
+    ids=lambda value: value.rpartition("/")[2],
+)
 def test_an_editor_finds_who_uses_a_name(path: str, name: str) -> None:
     file = ROOT / path
     module = path.partition("/")[2].removesuffix(".py").replace("/", ".")

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.depth import cases
 from unicron_ctl.agent.ranks.ranks import last_words
 from unicron_detector.failures.classify import MAX_TEXT, Classifier, default_classifier
 from unicron_detector.failures.severity import Severity
@@ -381,7 +382,7 @@ def test_no_text_takes_long(hostile):
     assert time.process_time() - start < 1.5
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(st.text(max_size=400), st.sampled_from(["exception", "stderr", "kernel", "nccl", "?"]))
 def test_any_text_gets_a_verdict(text, source):
     verdict = CLASSIFIER.text(text, source)
@@ -390,7 +391,7 @@ def test_any_text_gets_a_verdict(text, source):
     assert CLASSIFIER.text(text, source) == verdict
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(st.integers(-200, 400), st.text(max_size=80), st.booleans())
 def test_any_exit_gets_a_verdict(status, tail, oom):
     verdict = CLASSIFIER.exit(status, tail, oom)

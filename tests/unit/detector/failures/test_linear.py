@@ -70,7 +70,7 @@ def assert_below_bound(name: str, make: Callable[[int], Callable[[], object]], h
         assert took <= RATIO * harmless, f"{name}: {length} characters cost {took / harmless:.0f} times a harmless text"
         if length >= longest:
             return took
-        length = min(longest, 2 * length)
+        length = min(longest, 4 * length)
 
 
 def test_no_alternative_of_a_rule_takes_long_for_repetitions_of_its_own_words():
@@ -104,7 +104,7 @@ def test_no_mixture_takes_long(begin):
     harmless = seconds(lambda: judged(filled(HARMLESS, LONGEST_TEXT)), 3)
     lines = seconds(lambda: judged("\n".join([filled(HARMLESS, 120)] * (LONGEST_TEXT // 121))), 3)
     tried = [*MIXTURES, begin or "x", "btl_", "nfs4_", "error: btl_"]
-    for piece in random.Random(begin).sample(tried, cases(len(tried))):
+    for piece in random.Random(begin).sample(tried, cases(len(tried), 8)):
         text = begin + filled(piece, LONGEST_TEXT)
         for each, bound in ((text, harmless), ("\n".join([text[:120]] * (LONGEST_TEXT // 121)), lines)):
             took = seconds(lambda each=each: judged(each), 1)

@@ -32,13 +32,13 @@ def assert_finds_the_same(text: str) -> None:
         assert (whole and whole.span()) == (parts and parts.span()), (rule.id, text)
 
 
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(cases(16)))
 def test_every_rule_finds_the_same_in_the_corpus(part):
     for line in LINES[part::16]:
         assert_finds_the_same(line)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(cases(8)))
 def test_every_rule_finds_the_same_in_mutated_texts(seed):
     rng = random.Random(seed)
     for _ in range(40):

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.depth import cases
 from tests.support.iteration_times import DISTRIBUTIONS
 from unicron_detector.iterations.iteration_monitor import Health, IterationMonitor, Limits
 
 DATA = Path(__file__).parents[3] / "data" / "iteration_times.json"
-ITERATIONS = 200_000
+ITERATIONS = cases(200_000)
 
 
 def alarms(draw, count, monitor=None):

@@ -128,7 +128,7 @@ def test_a_little_off_in_many_metrics_adds_up():
 def test_no_false_alarms_over_many_rounds():
     watch = PeerWatch()
     rng = random.Random(11)
-    assert [watch.judge(nodes(rng)) for _ in range(2000)] == [[]] * 2000
+    assert not any(watch.judge(nodes(rng)) for _ in range(cases(2000)))
 
 
 def test_all_equal_peers_are_fine_and_hair_breadths_do_not_count():

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from tests.support.depth import cases
 from tests.support.iteration_times import DISTRIBUTIONS
 from unicron_detector.iterations.stragglers import Stragglers
 
@@ -72,7 +73,7 @@ def test_a_long_checkpoint_of_one_rank_is_no_slowness():
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-@pytest.mark.parametrize(("ranks", "iterations"), [(2, 3000), (3, 3000), (8, 1000)])
+@pytest.mark.parametrize(("ranks", "iterations"), [(2, cases(3000)), (3, cases(3000)), (8, cases(1000, 3))])
 def test_no_false_alarms(name, ranks, iterations):
     """Each rank draws from the distribution by itself, the hardest case: common noise does not show here."""
     named, _ = feed(Stragglers(), rows(ranks, iterations, DISTRIBUTIONS[name], seed=7))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -118,19 +116,17 @@ def test_an_idle_node_may_be_the_one_that_fails():
 
 
 def best_by_hand(scenario: Scenario, trace) -> float:
-    """The best plan of one job that changes at events, tried out one by one."""
+    """The best plan of one job that changes at events: for each size, from the best of each size before."""
     found, most = spans(scenario, trace)
     (job,) = scenario.jobs
-    choices = [[size for size in job.options(most) if size <= span.nodes] for span in found]
-    rates = {size: job.f(size) for size in job.options(most)}
-    best = 0.0
-    for plan in itertools.product(*choices):
-        total = sum(rates[size] * span.seconds for size, span in zip(plan, found, strict=True))
-        for number in range(1, len(plan)):
-            if plan[number] != plan[number - 1]:
-                total -= rates[plan[number]] * min(scenario.transition_seconds, found[number].seconds)
-        best = max(best, total)
-    return best
+    best: dict[int, float] = {}
+    for span in found:
+        lost = min(scenario.transition_seconds, span.seconds)
+        before, best = best, {}
+        for size in (size for size in job.options(most) if size <= span.nodes):
+            kept = [total - job.f(size) * lost * (size != old) for old, total in before.items()]
+            best[size] = max(kept, default=0.0) + job.f(size) * span.seconds
+    return max(best.values())
 
 
 @pytest.mark.parametrize("flops", [LINEAR, STEPS], ids=["linear", "steps"])

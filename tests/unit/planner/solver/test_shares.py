@@ -14,7 +14,7 @@ from unicron_planner.problem.objective import Job, PlanError, Scenario
 from unicron_planner.solver.shares import claim, divide
 from unicron_planner.solver.solve import best, by_owner, solve
 
-CLUSTERS = cases(10_000)
+CLUSTERS = cases(10_000, 12)
 FACTORS = (0.0, 0.5, 0.95, 1.05, 1.25, 3.0, 1e3)
 
 
@@ -225,7 +225,7 @@ def test_a_job_that_declines_a_node_leaves_it_to_the_one_that_has_it() -> None:
 
 
 def test_the_look_ahead_is_what_solving_gives() -> None:
-    for seed in range(60):
+    for seed in range(cases(80)):
         draw = random.Random(seed)
         scenario = _cluster(draw)
         table = Lookahead(scenario)

@@ -123,7 +123,13 @@ def run(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize(
-    ("handler", "how"), [("handler", "fork"), ("none", "fork"), ("handler", "spawn"), ("none", "forkserver")]
+    ("handler", "how"),
+    [
+        ("handler", "fork"),
+        ("none", "forkserver"),
+        pytest.param("none", "fork", marks=pytest.mark.long),
+        pytest.param("handler", "spawn", marks=pytest.mark.long),  # each of its processes imports torch anew
+    ],
 )
 def test_what_a_rank_starts_outlives_the_signals_of_its_step(tmp_path: Path, handler: str, how: str) -> None:
     """Defect: with proctrack/linuxproc a request for a checkpoint (SIGUSR2) killed the workers that load data, and with

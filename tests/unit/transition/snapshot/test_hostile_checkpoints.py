@@ -453,6 +453,7 @@ def test_a_compressed_archive_is_not_unpacked(tmp_path):
     assert (folder / "common.pt").stat().st_size < 1 << 20 and "compressed" in refusal(folder)
 
 
+@pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
 @pytest.mark.parametrize("what", ["byteorder", "data/7"])
 def test_no_other_member_expands(tmp_path, what):
     folder = common(tmp_path / "in", {"iteration": 1})

@@ -242,14 +242,16 @@ def test_what_is_set_aside_stays_as_it_is_while_the_copies_go_on_and_its_room_is
 
 def test_it_is_set_aside_though_no_copy_is_due_and_before_it_is_whole_there_is_nothing(tmp_path, monkeypatch):
     keeper, mark_whole = Keeper(tmp_path, 0, 5), image_format.Image.mark_whole
-    seen = []
+    seen, noted = [], threading.Event()
 
     def looked(*about):
+        assert noted.wait(20), "the thread may be here before `copy` is through"
         seen.append((list(checkpoint_file.asides(tmp_path)), keeper.aside.is_open))
         return mark_whole(*about)
 
     monkeypatch.setattr(image_format.Image, "mark_whole", looked)
     keeper.copy(Gatherer(training()), 3, 1, WRITER, aside=WHOLE)
+    noted.set()
     keeper.close()
     assert seen == [([], True)] and [each.key.iteration for each in checkpoint_file.asides(tmp_path)] == [3]
 

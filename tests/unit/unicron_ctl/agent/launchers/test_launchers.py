@@ -409,7 +409,7 @@ def test_they_are_read_as_torchrun_reads_them(line: str) -> None:
             assert (name in ours) is bool(real[name.replace("-", "_")])
 
 
-@pytest.mark.wide
+@pytest.mark.long
 def test_fabrics_own_options_are_those_of_the_table() -> None:
     from lightning_fabric import cli
 

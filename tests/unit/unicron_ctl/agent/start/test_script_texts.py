@@ -13,32 +13,33 @@ import pytest
 from unicron_ctl.agent.launchers import readers, shells
 from unicron_ctl.agent.start import agent_main, command_mode
 
-HALF = 1 << 19  # bytes: what takes time by their square takes hours
+LENGTH = 1 << 17  # bytes: what takes time by their square takes minutes
 LONG = {
-    "base64": base64.b64encode(random.Random(1).randbytes(3 * HALF // 4)).decode(),
-    "hex": random.Random(1).randbytes(HALF // 2).hex(),
-    "a path": "../a" * (HALF // 4),
-    "blank lines": "\n" * HALF,
-    "lines of blanks": " \n" * (HALF // 2),
-    "blanks": " \t" * (HALF // 2),
-    "settings": "A=1 " * (HALF // 4),
-    "settings in one word": "A=!" * (HALF // 3),
-    "wrappers": "env " * (HALF // 4),
-    "commands of wrappers": "!env " * (HALF // 5),
-    "execs": "exec x " * (HALF // 7),
-    "paths of Python": "/python " * (HALF // 8),
-    "Pythons": "python" * (HALF // 6),
-    "digits": "/python" + "1." * (HALF // 2),
-    "keywords": "then " * (HALF // 5),
-    "modules": "-m " * (HALF // 3),
-    "quotes": "\"'" * (HALF // 2),
-    "imports": "import " + "a, " * (HALF // 3),
-    "imports with names": "from unicron import " + "memory as a, " * (HALF // 13),
-    "imports of torch": "from torch import a\n" * (HALF // 20),
-    "signs": "${`(&|;<>" * (HALF // 9),
+    "base64": base64.b64encode(random.Random(1).randbytes(3 * LENGTH // 4)).decode(),
+    "hex": random.Random(1).randbytes(LENGTH // 2).hex(),
+    "a path": "../a" * (LENGTH // 4),
+    "blank lines": "\n" * LENGTH,
+    "lines of blanks": " \n" * (LENGTH // 2),
+    "blanks": " \t" * (LENGTH // 2),
+    "settings": "A=1 " * (LENGTH // 4),
+    "settings in one word": "A=!" * (LENGTH // 3),
+    "wrappers": "env " * (LENGTH // 4),
+    "commands of wrappers": "!env " * (LENGTH // 5),
+    "execs": "exec x " * (LENGTH // 7),
+    "paths of Python": "/python " * (LENGTH // 8),
+    "Pythons": "python" * (LENGTH // 6),
+    "digits": "/python" + "1." * (LENGTH // 2),
+    "keywords": "then " * (LENGTH // 5),
+    "modules": "-m " * (LENGTH // 3),
+    "quotes": "\"'" * (LENGTH // 2),
+    "imports": "import " + "a, " * (LENGTH // 3),
+    "imports with names": "from unicron import " + "memory as a, " * (LENGTH // 13),
+    "imports of torch": "from torch import a\n" * (LENGTH // 20),
+    "signs": "${`(&|;<>" * (LENGTH // 9),
 }
 
 
+@pytest.mark.timeout(25)  # each takes a fraction of a second
 @pytest.mark.parametrize("text", LONG.values(), ids=list(LONG))
 def test_a_long_text_of_any_kind_is_read_once(tmp_path: Path, text: str) -> None:
     assert not shells.read_names(text).by_path
@@ -58,9 +59,10 @@ def test_a_long_text_of_any_kind_is_read_once(tmp_path: Path, text: str) -> None
 STARTS = ("apptainer exec ", 'apptainer exec "', "docker run 'x' ", "apptainer exec a\n", "podman 'a\n' ")
 
 
+@pytest.mark.timeout(25)
 @pytest.mark.parametrize("start", STARTS)
 def test_many_starts_of_containers_are_read_once(start: str) -> None:
-    shells.kept_in_container(["bash", "-c", start * (HALF // len(start))])
+    shells.kept_in_container(["bash", "-c", start * (LENGTH // len(start))])
 
 
 def test_of_the_scripts_that_a_text_names_a_few_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

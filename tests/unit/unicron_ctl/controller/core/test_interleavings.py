@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.depth import cases
 from tests.support.world import MICRO_BATCHES, FakeAgent, FakeSlurm, World
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.shared.protocol import datagrams, structs, wire
@@ -173,7 +174,7 @@ class Stage:
         self.world.run(1.2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(stories(), st.booleans())
 def test_any_interleaving_of_inputs_gives_the_same_state_live_and_replayed(
     story: list[tuple[str, str, int, Any]], observe: bool

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
+from tests.support.depth import cases
 from tests.support.scenarios import boundary, trained
 from tests.support.world import FakeAgent, FakeSlurm, World
 from unicron_ctl.shared.protocol import structs, wire
@@ -216,7 +217,7 @@ def test_the_wait_for_the_last_state_is_bounded():
     assert any(event.kind == "reform" for event in world.log)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 50))
 def test_whatever_records_are_lost_the_training_goes_on(seed: int, records: int):
     """A power cut at a random moment of recoveries; agents may be slow to hear."""

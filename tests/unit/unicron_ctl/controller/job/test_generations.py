@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.depth import cases
 from tests.support.trainers import TrainingJob
 from unicron_transition.generations import layout
 
@@ -211,5 +212,5 @@ class Generations(RuleBasedStateMachine):
         return "\n".join([f"{job.phase} {job.order} {job.waits}", *lines, *told])
 
 
-Generations.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+Generations.TestCase.settings = settings(max_examples=cases(100), stateful_step_count=40, deadline=None)
 test_the_generation_protocol = pytest.mark.filterwarnings("ignore")(Generations.TestCase)

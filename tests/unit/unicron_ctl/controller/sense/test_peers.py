@@ -7,6 +7,7 @@ import random
 import pytest
 from msgspec import structs
 
+from tests.support.depth import cases
 from tests.support.training import events, sent, train
 from tests.support.world import World
 from unicron_ctl.controller.api import answers
@@ -175,7 +176,7 @@ def test_it_can_be_switched_off(world):
 def test_no_false_alarms_over_many_rounds(peers, noise):
     rng = random.Random(5)
     group = Group(PeerWatch())
-    for _ in range(500):
+    for _ in range(cases(500)):
         values = {
             f"n{i}": {name: value * max(0.0, rng.gauss(1.0, noise)) for name, value in (NODE | RANK).items()}
             for i in range(peers)

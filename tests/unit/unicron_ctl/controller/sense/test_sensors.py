@@ -7,6 +7,7 @@ import dataclasses
 import enum
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -25,29 +26,41 @@ CHECKS = 1  # calls with findings of a scenario's own sensors that are checked, 
 CACHES = {"counted", "planned"}  # fields that follow from others, and are computed when they are needed
 
 
-def flat(value: Any, seen: frozenset[int] = frozenset()) -> Any:
-    """The value as something that can be compared, down to its last field."""
-    if isinstance(value, enum.Enum | str | bytes | int | float | bool | type(None)):
+def flat(value: Any, above: tuple[int, ...] = ()) -> Any:
+    """The value as something that can be compared, down to its last field. above: what it is a part of."""
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if kind is float or issubclass(kind, enum.Enum | str | bytes | int):
         return repr(value)  # NaN equals itself so
-    if id(value) in seen:
+    if id(value) in above:
         return "again"
-    seen |= {id(value)}
-    if isinstance(value, np.ndarray):
+    above = (*above, id(value))
+    if kind is np.ndarray:
         return value.shape, value.tobytes()
-    if isinstance(value, Mapping):
-        return [(flat(key, seen), flat(item, seen)) for key, item in value.items()]
-    if isinstance(value, set | frozenset):
-        return sorted(str(flat(item, seen)) for item in value)
-    if isinstance(value, list | tuple | deque):
-        return [flat(item, seen) for item in value]
-    if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value) if field.name not in CACHES]
-        return type(value).__name__, [(name, flat(getattr(value, name), seen)) for name in names]
-    if hasattr(value, "__struct_fields__"):
-        return type(value).__name__, [(name, flat(getattr(value, name), seen)) for name in value.__struct_fields__]
+    if issubclass(kind, Mapping):
+        return [(flat(key, above), flat(item, above)) for key, item in value.items()]
+    if issubclass(kind, set | frozenset):
+        return sorted(str(flat(item, above)) for item in value)
+    if issubclass(kind, list | tuple | deque):
+        return [flat(item, above) for item in value]
+    names = fields_of(kind)
+    if names is not None:
+        return kind.__name__, [flat(getattr(value, name), above) for name in names]
     if hasattr(value, "__dict__") and not callable(value):
-        return type(value).__name__, flat(vars(value), seen)
-    return type(value).__name__
+        return kind.__name__, flat(vars(value), above)
+    return kind.__name__
+
+
+PLAIN = {str, bytes, int, bool, type(None)}
+
+
+@cache
+def fields_of(kind: type) -> tuple[str, ...] | None:
+    """The names of the fields that count, of a dataclass or a struct."""
+    if dataclasses.is_dataclass(kind):
+        return tuple(field.name for field in dataclasses.fields(kind) if field.name not in CACHES)
+    return getattr(kind, "__struct_fields__", None)
 
 
 def test_what_is_compared_sees_a_change_anywhere():

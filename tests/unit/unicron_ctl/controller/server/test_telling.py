@@ -254,11 +254,11 @@ def hooked(folder: Path, text: str, timeout: float) -> tuple[Telling, Mailbox[Ca
 
 
 def test_a_hanging_hook_delays_no_turn_of_the_loop(tmp_path: Path) -> None:
-    telling, results = hooked(tmp_path, "sleep 100", 0.5)
+    telling, results = hooked(tmp_path, "sleep 100", 3.0)
     began = time.monotonic()
     telling.work(101.0)
     telling.work(102.0)
-    assert time.monotonic() - began < 0.5, "nobody waits for it"
+    assert time.monotonic() - began < 3.0, "nobody waits for it"
     while not telling.targets["hook"].tries:
         assert time.monotonic() - began < 20.0
         for result in results.take_all():

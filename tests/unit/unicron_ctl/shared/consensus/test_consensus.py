@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.company import CONTROLLER, Company
+from tests.support.depth import cases
 from unicron_ctl.shared.consensus import proposer
 from unicron_ctl.shared.consensus.proposals import PROPOSERS
 from unicron_ctl.shared.protocol import peer_messages
@@ -235,7 +236,7 @@ def strike(company: Company, what: str, whom) -> None:
             company.cuts.clear()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(st.integers(1, 6), STORY, SEEDS, st.sampled_from([0.0, 0.1, 0.4]), st.booleans())
 def test_whatever_happens_one_job_goes_on_and_never_two(count, story, seed, loss, away):
     """`Company.check` holds at every change."""
@@ -250,7 +251,7 @@ def test_whatever_happens_one_job_goes_on_and_never_two(count, story, seed, loss
     goes_on(company)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(st.integers(3, 5), SEEDS, st.sampled_from([0.3, 0.6, 1.5]))
 def test_leaders_that_get_in_each_others_way_choose_one_plan(count, seed, delay):
     """Messages come late, doubled, in any order or not at all, links come and go, and everybody wants to lead."""

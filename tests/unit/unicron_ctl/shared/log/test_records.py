@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from tests.support import hostile
+from tests.support.depth import cases
 from tests.support.world import MICRO_BATCHES, World
 from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.model.fold import Unfoldable, fold, replay
@@ -101,7 +102,7 @@ STATES = pickle.dumps(_states())
 def test_every_kind_is_written_read_and_folded(kind: type[Record]) -> None:
     """Whatever state it comes upon; live and read again it leads to the same one."""
 
-    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=cases(20), deadline=None, suppress_health_check=list(HealthCheck))
     @given(struct(kind))
     def check(record: Record) -> None:
         again = records.decode(record.kind, records.encode(record))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import select
 import socket
+import struct
+import termios
 import time
 from collections.abc import Callable, Iterator
 
@@ -105,6 +108,11 @@ def stranger(served: Served) -> Stranger:
     return one
 
 
+def unread(connection: Connection) -> int:
+    """The bytes that have come and nobody has read."""
+    return struct.unpack("i", fcntl.ioctl(connection.descriptor, termios.FIONREAD, bytes(4)))[0]
+
+
 @pytest.mark.parametrize("size", [0, 1, 222, 223, 255, 256, 70_000, MOST])
 def test_messages_of_every_size_go_both_ways(served: Served, size: int) -> None:
     dealer, text = served.dealer(), bytes(range(256)) * (size // 256 + 1)
@@ -201,9 +209,8 @@ def test_one_look_takes_no_longer_than_it_may_and_the_rest_comes_next(raw: Serve
         took.append(connection.descriptor)
         time.sleep(0.001)
 
-    began = time.monotonic()
-    raw.listener.receive(slow, began + 0.05)
-    assert time.monotonic() - began < 0.5 and 0 < len(took) < 1000
+    raw.listener.receive(slow, time.monotonic() + 0.05)
+    assert 0 < len(took) < 100
     assert select.select([raw.listener.fileno()], [], [], 0)[0], "a loop that polls it comes back at once"
     while len(took) < 3000:
         raw.listener.receive(slow, time.monotonic() + 0.5)
@@ -217,9 +224,8 @@ def test_an_agent_is_heard_before_strangers(serve: Serve) -> None:
     for one in flood:
         for _ in range(500):
             one.send(b"flood")
-    time.sleep(0.3)
     agent.send(b"break")
-    time.sleep(0.3)
+    wait_for(lambda: all(unread(connection) for connection, _ in served.heard), "all of it is there")
     served.heard.clear()
     served.turn()
     assert served.heard[0] == (known, b"break")
