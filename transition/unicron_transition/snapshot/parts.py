@@ -7,10 +7,8 @@ ranks of any other layout find what they need in these parts (`unicron_transitio
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,13 +18,10 @@ import torch
 
 from unicron_transition.seams import elastic_buckets
 from unicron_transition.snapshot.formats.index import box_of, overlap, tiles
+from unicron_transition.snapshot.new_memory import NewMemory
 
 PARAMETER = "parameter"
-HUGE = 2 << 20  # bytes of a huge page
 Room = Callable[[torch.dtype], torch.Tensor]  # returns the memory, flat, in which values of this type are wanted
-
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Box(NamedTuple):
@@ -391,7 +386,7 @@ def _same(targets: Sequence[_Target], dtype: torch.dtype) -> Sequence[_Target]:
 def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
     """Restore this rank's model and optimizer from `blocks`. After an error they can have any values."""
     held = _optimizer_parts(optimizer)
-    restoring, states = _Restoring(blocks), []
+    restoring, states, memory = _Restoring(blocks), [], NewMemory()
     for parameter, boxes, _ in places(model):
         targets = [_Target(parameter.detach().view(-1))]
         if (own := held.get(id(parameter))) is not None:
@@ -399,7 +394,7 @@ def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
         keys, others = blocks.state(boxes[0], own.owner if own is not None else None)
         restoring.add(boxes, PARAMETER, partial(_same, targets))
         if own is not None:
-            states.append((own, state := _State(own)))
+            states.append((own, state := _State(own, memory)))
             for key in sorted(keys):
                 restoring.add(boxes, key, partial(state.targets, key))
             state.others |= {key: _elsewhere(value, _device(own, key)) for key, value in others.items()}
@@ -412,8 +407,8 @@ def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
 class _State:
     """The optimizer's new state of one parameter."""
 
-    def __init__(self, own: _OptimizerPart):
-        self._own = own
+    def __init__(self, own: _OptimizerPart, memory: NewMemory):
+        self._own, self._memory = own, memory
         self.tensors: dict[str, torch.Tensor] = {}
         self.others: dict[str, object] = {}
 
@@ -424,20 +419,8 @@ class _State:
             before = self._own.owner.state.get(main, {}).get(key)
             fits = isinstance(before, torch.Tensor) and before.is_contiguous()
             fits = fits and (before.dtype, before.shape, before.device) == (dtype, main.shape, main.device)
-            tensors[key] = before if fits else new_tensor(main.shape, dtype, main.device)
+            tensors[key] = before if fits else self._memory.tensor(main.shape, dtype, main.device)
         return [_Target(tensors[key].view(-1), self._own.begin)]
-
-
-def new_tensor(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor that is going to be filled at once. In huge pages if the kernel has some: the faults of small
-    ones take longer than the copy."""
-    made = torch.empty(shape, dtype=dtype, device=device)
-    if made.is_cpu:
-        begin = -(-made.data_ptr() // HUGE) * HUGE
-        end = (made.data_ptr() + made.nbytes) // HUGE * HUGE
-        if begin < end:
-            _madvise(begin, end - begin, mmap.MADV_HUGEPAGE)
-    return made
 
 
 def _elsewhere(value: object, device: torch.device | str) -> object:
