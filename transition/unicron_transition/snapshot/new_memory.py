@@ -1,5 +1,7 @@
-"""New memory for the tensors of a state, which are going to be filled at once. In huge pages if the kernel has some: the
-faults of small ones take longer than the copy."""
+"""New memory for the tensors of a state, which are going to be filled at once.
+
+In huge pages if the kernel has some: the faults of small ones take longer than the copy.
+"""
 
 from __future__ import annotations
 
