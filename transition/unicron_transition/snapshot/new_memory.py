@@ -29,12 +29,12 @@ class NewMemory:
         if device.type != "cpu" or not size:
             return torch.empty(shape, dtype=dtype, device=device)
         if self._chunk is None or self._at + size > self._end:
-            self._chunk = self._take(size)
+            self._chunk = self._take_chunk(size)
         made = torch.frombuffer(self._chunk, dtype=dtype, count=shape.numel(), offset=self._at)
         self._at += -(-size // ALIGN) * ALIGN
         return made.view(shape)
 
-    def _take(self, size: int) -> mmap.mmap:
+    def _take_chunk(self, size: int) -> mmap.mmap:
         """Take a chunk for at least `size` bytes, which begin with a huge page."""
         room = max(CHUNK, -(-size // HUGE) * HUGE)
         chunk = mmap.mmap(-1, room + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
