@@ -7,8 +7,10 @@ ranks of any other layout find what they need in these parts (`unicron_transitio
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,9 +20,11 @@ import torch
 
 from unicron_transition.seams import elastic_buckets
 from unicron_transition.snapshot.formats.index import box_of, overlap, tiles
-from unicron_transition.snapshot.new_memory import NewMemory
+from unicron_transition.snapshot.image_format import ALIGN
 
 PARAMETER = "parameter"
+HUGE = 2 << 20  # bytes of a huge page
+CHUNK = 64 << 20  # bytes that are taken from the kernel at once; what is not used takes no memory
 Room = Callable[[torch.dtype], torch.Tensor]  # returns the memory, flat, in which values of this type are wanted
 
 
@@ -421,6 +425,40 @@ class _State:
             fits = fits and (before.dtype, before.shape, before.device) == (dtype, main.shape, main.device)
             tensors[key] = before if fits else self._memory.tensor(main.shape, dtype, main.device)
         return [_Target(tensors[key].view(-1), self._own.begin)]
+
+
+class NewMemory:
+    """New memory for tensors that are going to be filled at once. In huge pages if the kernel has some: the faults of
+    small ones take longer than the copy.
+
+    The tensors are side by side, so that small ones are in huge pages, too. Each has a storage of its own, and the
+    memory goes back to the kernel with the last tensor in it.
+    """
+
+    def __init__(self) -> None:
+        self._chunk: mmap.mmap | None = None
+        self._at = self._end = 0  # what is left of it
+
+    def tensor(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor with any content."""
+        size = shape.numel() * dtype.itemsize
+        if device.type != "cpu" or not size:
+            return torch.empty(shape, dtype=dtype, device=device)
+        if self._chunk is None or self._at + size > self._end:
+            self._chunk = self._take_chunk(size)
+        made = torch.frombuffer(self._chunk, dtype=dtype, count=shape.numel(), offset=self._at)
+        self._at += -(-size // ALIGN) * ALIGN
+        return made.view(shape)
+
+    def _take_chunk(self, size: int) -> mmap.mmap:
+        """Take a chunk for at least `size` bytes, which begin with a huge page."""
+        room = max(CHUNK, -(-size // HUGE) * HUGE)
+        chunk = mmap.mmap(-1, room + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._at = -torch.frombuffer(chunk, dtype=torch.uint8).data_ptr() % HUGE
+        self._end = self._at + room
+        with contextlib.suppress(OSError):  # a kernel without them
+            chunk.madvise(mmap.MADV_HUGEPAGE, self._at, room)
+        return chunk
 
 
 def _elsewhere(value: object, device: torch.device | str) -> object:

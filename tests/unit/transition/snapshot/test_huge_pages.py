@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import torch
 
 from tests.support.kept import kept
-from unicron_transition.snapshot import new_memory
+from unicron_transition.snapshot import parts
 from unicron_transition.snapshot.checkpoint import load_image
-from unicron_transition.snapshot.image_format import RAW, inventory
+from unicron_transition.snapshot.image_format import ALIGN, RAW, inventory
 from unicron_transition.snapshot.migrate import TrainingState
-from unicron_transition.snapshot.new_memory import ALIGN, HUGE, NewMemory
+from unicron_transition.snapshot.parts import HUGE, NewMemory
 
 CPU = torch.device("cpu")
 KERNEL_HAS_SOME = Path("/sys/kernel/mm/transparent_hugepage").exists()
@@ -36,7 +36,7 @@ def bytes_of(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def test_small_and_large_tensors_lie_apart_in_memory_that_is_asked_for_in_huge_pages(monkeypatch):
-    monkeypatch.setattr(new_memory, "CHUNK", 2 * HUGE)
+    monkeypatch.setattr(parts, "CHUNK", 2 * HUGE)
     memory, sizes = NewMemory(), [1, HUGE, 3, 5 * HUGE // 2, HUGE // 4, 7, 9 * HUGE, 0, 1]
     made = [memory.tensor(torch.Size([size]), torch.uint8, CPU).fill_(number) for number, size in enumerate(sizes)]
     assert [each.numel() for each in made] == sizes
