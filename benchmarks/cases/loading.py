@@ -33,6 +33,8 @@ class Sizes(msgspec.Struct, frozen=True):
     megabytes: int = 800
     """Size of the state."""
     rounds: int = 7
+    folder: str = SHM
+    """Where image and files are: another one shows what its mount makes of them, such as huge pages."""
 
 
 SMALLEST = Sizes(20, 2)
@@ -47,7 +49,7 @@ def measure(sizes: Sizes, report: Report) -> None:
     """Measure each way to load, and compare."""
     torch.set_num_threads(1)
     ours, theirs = state_of(sizes.megabytes), state_of(sizes.megabytes)
-    with tempfile.TemporaryDirectory(dir=SHM) as name:
+    with tempfile.TemporaryDirectory(dir=sizes.folder) as name:
         folder = Path(name)
         keeper, gatherer, plain = Keeper(folder, 0, 1), Gatherer(ours), folder / "plain.pt"
         keeper.copy(gatherer, 1, 1, Writer())

@@ -14,12 +14,19 @@ import torch
 from unicron_transition.snapshot import parts
 from unicron_transition.snapshot.checkpoint_file import Head, head_of_file
 from unicron_transition.snapshot.formats import own
-from unicron_transition.snapshot.image_format import ALIGN, BadImage, DataDigest, Image, ImagePage, reading_threads
+from unicron_transition.snapshot.image_format import (
+    ALIGN,
+    PIECE,
+    BadImage,
+    DataDigest,
+    Image,
+    ImagePage,
+    reading_threads,
+)
 from unicron_transition.snapshot.migrate import TrainingState, as_plain, plain
 from unicron_transition.snapshot.reading import open_plain, read_into, unpack
 
 SMALL = 1 << 15  # bytes whose copy takes less time than to let go of Python's lock and get it again
-PIECE = 1 << 18  # bytes that are copied before their digest is taken, which are still in the processor's cache then
 
 _move_small = ctypes.PyDLL(None).memmove  # keeps Python's lock, unlike ctypes.memmove
 _move_small.argtypes, _move_small.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_void_p

@@ -16,7 +16,7 @@ import os
 import struct
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -41,6 +41,7 @@ FOLDER = "UNICRON_MEMORY"  # the variable with which the agent gives its ranks t
 NEWEST = "UNICRON_IMAGE_FORMAT"  # and that with the newest format that it reads; release 0.2 sets none
 DIGEST = 16  # bytes
 LEAF = 1 << 20  # bytes
+PIECE = 1 << 18  # bytes that are copied before their digest is taken: they are still in a core's cache then
 MOST_THREADS = 8  # that read one image: more would only wait for the memory
 LEAVES = 4  # the first format whose data have a digest of leaves; before, it is that of all bytes in order
 _MAGIC = b"unicron\x00"
@@ -309,13 +310,16 @@ class ImagePage:
             scatter(file, self.path, self.offset + begin, places)
             return places
 
-        def copy(begin: int, end: int, spare: memoryview) -> list[memoryview]:
-            views = []
+        def copy(begin: int, end: int, spare: memoryview) -> Iterator[memoryview]:
             for at, place, needed in split(begin, end, spare):
-                if needed:
-                    ctypes.memmove(_address(place), address + at, len(place))
-                views.append(place if needed else mapped[at : at + len(place)])
-            return views
+                if not needed:
+                    yield mapped[at : at + len(place)]
+                    continue
+                target = _address(place)
+                for cut in range(0, len(place), PIECE):
+                    piece = place[cut : cut + PIECE]
+                    ctypes.memmove(target + cut, address + at + cut, len(piece))
+                    yield piece
 
         with open_plain(self.path) as file:
             if not is_in_memory(file.fileno()):  # else a file that is cut off would kill the process
@@ -326,7 +330,7 @@ class ImagePage:
 
     def _check(
         self,
-        read: Callable[[int, int, memoryview], Sequence[memoryview]],
+        read: Callable[[int, int, memoryview], Iterable[memoryview]],
         threads: int,
         on_leaf: Callable[[], None] = lambda: None,
     ) -> list[bytes]:

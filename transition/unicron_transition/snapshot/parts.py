@@ -7,7 +7,7 @@ ranks of any other layout find what they need in these parts (`unicron_transitio
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import itertools
 import math
 import mmap
@@ -20,13 +20,12 @@ import torch
 
 from unicron_transition.seams import elastic_buckets
 from unicron_transition.snapshot.formats.index import box_of, overlap, tiles
+from unicron_transition.snapshot.image_format import ALIGN
 
 PARAMETER = "parameter"
 HUGE = 2 << 20  # bytes of a huge page
+CHUNK = 64 << 20  # bytes that are taken from the kernel at once; what is not used takes no memory
 Room = Callable[[torch.dtype], torch.Tensor]  # returns the memory, flat, in which values of this type are wanted
-
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Box(NamedTuple):
@@ -391,7 +390,7 @@ def _same(targets: Sequence[_Target], dtype: torch.dtype) -> Sequence[_Target]:
 def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
     """Restore this rank's model and optimizer from `blocks`. After an error they can have any values."""
     held = _optimizer_parts(optimizer)
-    restoring, states = _Restoring(blocks), []
+    restoring, states, memory = _Restoring(blocks), [], NewMemory()
     for parameter, boxes, _ in places(model):
         targets = [_Target(parameter.detach().view(-1))]
         if (own := held.get(id(parameter))) is not None:
@@ -399,7 +398,7 @@ def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
         keys, others = blocks.state(boxes[0], own.owner if own is not None else None)
         restoring.add(boxes, PARAMETER, partial(_same, targets))
         if own is not None:
-            states.append((own, state := _State(own)))
+            states.append((own, state := _State(own, memory)))
             for key in sorted(keys):
                 restoring.add(boxes, key, partial(state.targets, key))
             state.others |= {key: _elsewhere(value, _device(own, key)) for key, value in others.items()}
@@ -412,8 +411,8 @@ def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
 class _State:
     """The optimizer's new state of one parameter."""
 
-    def __init__(self, own: _OptimizerPart):
-        self._own = own
+    def __init__(self, own: _OptimizerPart, memory: NewMemory):
+        self._own, self._memory = own, memory
         self.tensors: dict[str, torch.Tensor] = {}
         self.others: dict[str, object] = {}
 
@@ -424,20 +423,42 @@ class _State:
             before = self._own.owner.state.get(main, {}).get(key)
             fits = isinstance(before, torch.Tensor) and before.is_contiguous()
             fits = fits and (before.dtype, before.shape, before.device) == (dtype, main.shape, main.device)
-            tensors[key] = before if fits else new_tensor(main.shape, dtype, main.device)
+            tensors[key] = before if fits else self._memory.tensor(main.shape, dtype, main.device)
         return [_Target(tensors[key].view(-1), self._own.begin)]
 
 
-def new_tensor(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor that is going to be filled at once. In huge pages if the kernel has some: the faults of small
-    ones take longer than the copy."""
-    made = torch.empty(shape, dtype=dtype, device=device)
-    if made.is_cpu:
-        begin = -(-made.data_ptr() // HUGE) * HUGE
-        end = (made.data_ptr() + made.nbytes) // HUGE * HUGE
-        if begin < end:
-            _madvise(begin, end - begin, mmap.MADV_HUGEPAGE)
-    return made
+class NewMemory:
+    """New memory for tensors that are going to be filled at once. In huge pages if the kernel has some: the faults of
+    small ones take longer than the copy.
+
+    The tensors are side by side, so that small ones are in huge pages, too. Each has a storage of its own, and the
+    memory goes back to the kernel with the last tensor in it.
+    """
+
+    def __init__(self) -> None:
+        self._chunk: mmap.mmap | None = None
+        self._at = self._end = 0  # what is left of it
+
+    def tensor(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor with any content."""
+        size = shape.numel() * dtype.itemsize
+        if device.type != "cpu" or not size:
+            return torch.empty(shape, dtype=dtype, device=device)
+        if self._chunk is None or self._at + size > self._end:
+            self._chunk = self._take_chunk(size)
+        made = torch.frombuffer(self._chunk, dtype=dtype, count=shape.numel(), offset=self._at)
+        self._at += -(-size // ALIGN) * ALIGN
+        return made.view(shape)
+
+    def _take_chunk(self, size: int) -> mmap.mmap:
+        """Take a chunk for at least `size` bytes, which begin with a huge page."""
+        room = max(CHUNK, -(-size // HUGE) * HUGE)
+        chunk = mmap.mmap(-1, room + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._at = -torch.frombuffer(chunk, dtype=torch.uint8).data_ptr() % HUGE
+        self._end = self._at + room
+        with contextlib.suppress(OSError):  # a kernel without them
+            chunk.madvise(mmap.MADV_HUGEPAGE, self._at, room)
+        return chunk
 
 
 def _elsewhere(value: object, device: torch.device | str) -> object:

@@ -59,11 +59,8 @@ class RankLine:
 
     def receive(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield each message that has come: (sender, data)."""
-        while True:
-            try:
-                identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        while int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN:  # a look costs less than an error of a vain call
+            identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             yield identity, frames[-1] if frames else b""
 
     def set_identity(self, slot: int, identity: bytes) -> None:
@@ -96,15 +93,18 @@ class Head(msgspec.Struct):
     incarnation: int
 
 
+_head = msgspec.msgpack.Decoder(Head)
+_bodies = {kind: msgspec.msgpack.Decoder(message) for kind, message in FROM_RANK.items()}
+
+
 def from_rank(data: bytes) -> tuple[Head, FromRank]:
     """Return a rank's message. Raises msgspec.MsgspecError for one that does not fit."""
-    fields = msgspec.msgpack.decode(data)
-    head = msgspec.convert(fields, Head)
+    head = _head.decode(data)
     if refusal := RANKS.refusal(head.v):
         raise msgspec.ValidationError(f"{refusal}; the job's Python has another unicron than the agent")
     if head.kind not in FROM_RANK:
         raise msgspec.ValidationError(f"{head.kind!r} is no message of a rank")
-    return head, msgspec.convert(fields, FROM_RANK[head.kind])
+    return head, _bodies[head.kind].decode(data)
 
 
 def socket_folder(job: str, environment: Mapping[str, str]) -> str:

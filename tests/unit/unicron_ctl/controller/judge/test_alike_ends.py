@@ -52,7 +52,8 @@ def test_a_node_whose_ranks_are_all_killed_has_one_failure_and_one_order_to_star
     job = world.job()
     assert job.phase is Phase.OFFERING and len(job.members) == 8 and sorted(job.joining) == [4, 5, 6, 7]
     history = world.core.state.history
-    assert all(len(history.by_slot["1", slot]) == 1 for slot in range(4, 8)) and len(history.by_node["n2"]) == 4
+    assert all(len(history.by_slot["1", slot].faults) == 1 for slot in range(4, 8))
+    assert len(history.by_node["n2"].faults) == 4
 
 
 def test_only_what_is_alike_is_judged_as_one() -> None:
