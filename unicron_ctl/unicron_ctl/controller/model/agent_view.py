@@ -251,26 +251,30 @@ class AgentView:
         self.in_step, self.can_enter, self.stood = -1, None, True
         ranks, done, changed, parts = self.ranks, message.done, list[int](), message.progress
         apart = {slot for part in parts for slot in part.slots} if len(parts) > 1 else ()
+        common = self.common[:4] if self.common is not None else None
         for part in parts:
-            where = part.state, part.generation, part.entering, part.broken, part.iteration, part.phase
+            stand = part.state, part.generation, part.entering, part.broken
+            where, can_enter = (*stand, part.iteration, part.phase), part.state in CAN_ENTER
+            moved = common is not None and common != stand  # all of them
             for slot in part.slots or (ranks.keys() - apart if apart else ranks):
                 rank = ranks.get(slot)
                 if rank is None:
                     continue
                 mine = done.get(slot, [])
-                stood = rank.state, rank.generation, rank.entering, rank.broken, rank.iteration, rank.phase
-                if stood == where and rank.done == mine and rank.kept == part.kept:
-                    continue
+                if not moved:
+                    stood = rank.state, rank.generation, rank.entering, rank.broken, rank.iteration, rank.phase
+                    if stood == where and rank.done == mine and rank.kept == part.kept:
+                        continue
                 changed.append(slot)
-                if part.state in CAN_ENTER and (slot in self.began or rank.state not in CAN_ENTER):
+                if can_enter and (slot in self.began or rank.state not in CAN_ENTER):
                     self._came(slot, rank.incarnation, now)
                 rank.state, rank.generation, rank.entering, rank.broken, rank.iteration, rank.phase = where
                 rank.done, rank.kept = mine, part.kept
             self.newest = max(self.newest, part.generation, part.entering)
         self.progress.update(dict.fromkeys(changed, now))
-        stand = {(part.state, part.generation, part.entering, part.broken) for part in parts}
-        if len(stand) == 1 and self.one_incarnation is not None and not all(part.slots for part in parts):
-            self._agree(Common(*stand.pop(), self.one_incarnation))
+        stands = {(part.state, part.generation, part.entering, part.broken) for part in parts}
+        if len(stands) == 1 and self.one_incarnation is not None and not all(part.slots for part in parts):
+            self._agree(Common(*stands.pop(), self.one_incarnation))
         else:
             self._sum_up()
         return changed
