@@ -407,7 +407,7 @@ def test_without_a_controller_the_command_runs_unprotected(tmp_path):
 
 def test_where_the_admin_wants_no_job_protected_the_command_runs_unprotected(tmp_path):
     controller = Controller(tmp_path, '[partition.default]\nmode = "off"\n')
-    job = Job(tmp_path, controller.address, "39", 1, [sys.executable, "-c", SHOW], UNICRON_REGISTER_TIMEOUT="60")
+    job = Job(tmp_path, controller.address, "39", 1, [sys.executable, "-c", SHOW])
     try:
         assert job.agents[0].wait() == 7, job.agents[0].log
         said = 'partition default is "off" in the configuration of unicrond; the job runs unprotected'

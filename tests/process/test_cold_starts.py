@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.support.processes import LIMIT, ROOT
+from tests.support.processes import COLD_LIMIT, ROOT
 from unicron_ctl.agent.ranks.counted import Folder, Progress
 
 pytestmark = pytest.mark.process
@@ -79,7 +79,7 @@ def test_an_unmodified_script_that_starts_cold_is_counted(tmp_path):
         path = os.pathsep.join((folder.autoload, str(tmp_path)))
         environment = {**os.environ, **counted.start(1, 0), "PYTHONPATH": path}
         command = [sys.executable, str(tmp_path / "script.py")]
-        done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=LIMIT)
+        done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=COLD_LIMIT)
         assert done.returncode == 0, done.stderr
         page = counted.page.read()
         assert (page.done, page.waits, page.saves, page.saved_done) == (7, 7, 1, 5)
@@ -91,7 +91,7 @@ def test_what_belongs_to_models_fits_what_is_installed():
     program = (
         "import torch, unicron_transition.seams.table as t; print(t.difference(t.TORCH_MODELS, torch.__version__))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=COLD_LIMIT)
     assert done.stdout.strip() == "None", done.stderr
 
 
@@ -110,4 +110,4 @@ from megatron.core.distributed import param_and_grad_buffer
 assert param_and_grad_buffer._ParamAndGradBuffer.unicron_roomy
 assert not any(type(finder).__name__ == "_Waiting" for finder in sys.meta_path)
 """
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=LIMIT)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=COLD_LIMIT)

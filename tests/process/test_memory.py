@@ -10,8 +10,9 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support.jobs import TINY, TINY_PLAIN, World, json_lines
 from tests.support.moments import fault
 from tests.support.processes import LIMIT, of_a_world, signal_step
 from tests.support.warm import Script
+from unicron_ctl.agent.snapshots.last_checkpoint import TURN_SECONDS
 from unicron_transition.snapshot import folders
 from unicron_transition.snapshot.cuts import COPY_PREFIX
 from unicron_transition.snapshot.formats import opening
@@ -190,24 +192,58 @@ def test_where_there_is_no_room_it_is_said_once_and_the_training_goes_on_and_fal
     assert trained(tmp_path, losses) == 4
 
 
-@pytest.mark.parametrize(("shape", "said"), [pytest.param("1 1 1", [2, 0], marks=pytest.mark.long), ("2 1 1", [2, 2])])
-def test_what_slurm_ends_in_the_middle_goes_to_the_checkpoints_and_another_job_goes_on(tmp_path, losses, shape, said):
+def test_what_slurm_ends_in_the_middle_goes_to_the_checkpoints_and_another_job_goes_on(tmp_path, losses):
     """SIGTERM, as before a time limit or for a preemption; the script does nothing about it. The newest two states of
-    each place are saved by the first node that has it: one of them both halves of a replica have whole."""
-    saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "1000", "TINY_LAYOUT": shape}
+    each place are saved by the only node that has it: one of them both halves of a replica have whole."""
+    saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "1000", "TINY_LAYOUT": "2 1 1"}
     with Remembering(tmp_path, nodes=2, **saves, **SETTINGS) as job:
         job.wait(lambda: job.trains([0, 1], 4), "5 iterations")
         for agent in job.agents.values():
             agent.process.terminate()
         assert [agent.wait() for agent in job.agents.values()] == [128 + signal.SIGTERM] * 2
-        assert [agent.log.count("was saved in") for agent in job.agents.values()] == said
+        assert [agent.log.count("was saved in") for agent in job.agents.values()] == [2, 2]
     saved = {int(path.name.removeprefix("iteration-")) for path in (tmp_path / "saves").iterdir()}
-    (tmp_path / "next").mkdir()
-    with Remembering(tmp_path / "next", nodes=2, **saves, **SETTINGS) as job:
+    goes_on_in_another_job(tmp_path, losses, saves, saved)
+
+
+def goes_on_in_another_job(
+    folder: Path, losses: dict[int, float], settings: dict[str, str], saved: Collection[int]
+) -> None:
+    """From one of the saved iterations, to the losses of a training in which nothing fails."""
+    (folder / "next").mkdir()
+    with Remembering(folder / "next", nodes=2, **settings, **SETTINGS) as job:
         job.ends()
-    steps = json_lines(tmp_path / "next" / "losses.0")
+    steps = json_lines(folder / "next" / "losses.0")
     assert 4 <= steps[0]["iteration"] in saved
     assert [one["loss"] for one in steps] == pytest.approx([losses[one["iteration"]] for one in steps], rel=1e-4)
+
+
+@pytest.mark.long
+def test_what_two_nodes_have_is_written_once_though_only_one_was_to_leave_at_first(tmp_path, losses):
+    """Defect: the first node had its SIGTERM, and the other an offer to go on alone before its own SIGTERM came. Both
+    wrote everything then. Here the ranks reach no boundary at which they could take the offer."""
+    saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves"), "TINY_CHECKPOINT_EVERY": "1000"}
+    faults = json.dumps([fault(slot, 6, "fetch", kind="sleep", delay=LIMIT) for slot in (0, 1)])
+    with Remembering(tmp_path, nodes=2, TINY_FAULT=faults, **saves, **SETTINGS) as job:
+        job.wait(lambda: len(list(tmp_path.glob("fault.*.0.6"))) == 2, "both ranks are in iteration 6")
+        for slot in (0, 1):
+            job.wait(lambda slot=slot: {5, 6} <= {one.key.iteration for one in inventory(job.memory(slot))}, "copied")
+        job.agents[0].process.terminate()
+        job.wait(lambda: job.job()["state"] == "offering", "the other node is to go on alone")
+        job.agents[1].process.terminate()
+        assert [agent.wait() for agent in job.agents.values()] == [128 + signal.SIGTERM] * 2
+        first, second = (job.agents[element].log for element in (0, 1))
+    assert first.count("was saved in") == 2
+    assert second.count("was saved in") == 0 or seconds_to_save(second) >= TURN_SECONDS - 1.0, second
+    assert [each.iteration for each in folders.whole(tmp_path / "saves")] == [6, 5]
+    goes_on_in_another_job(tmp_path, losses, saves, [6])
+
+
+def seconds_to_save(log: str) -> float:
+    """From the signal to the first file: by the agent's own log, to the second."""
+    said = [line for line in log.splitlines() if ": SIGTERM: " in line or "was saved in" in line]
+    signalled, saved = (datetime.fromisoformat(line.split()[0]) for line in said[:2])
+    return (saved - signalled).total_seconds()
 
 
 @pytest.mark.long

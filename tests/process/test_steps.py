@@ -51,8 +51,7 @@ def test_a_monitor_that_comes_later_runs_beside_the_job(controller, tmp_path):
     training = job.agents[0]
     try:
         pid = controller.wait(lambda: controller.rank(0, "40").get("pid"), "the training is the job")
-        settings = {"SLURM_STEP_ID": "1", "UNICRON_REGISTER_TIMEOUT": "60"}
-        monitor = job.start(0, scripted(tmp_path / "monitor", MONITOR), **settings)
+        monitor = job.start(0, scripted(tmp_path / "monitor", MONITOR), SLURM_STEP_ID="1")
         wait_for(
             lambda: "watching as rank None" in monitor.log,
             lambda: f"it runs at once, as without Unicron\n{monitor.log}",

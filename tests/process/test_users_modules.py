@@ -11,11 +11,11 @@ import pytest
 
 from tests.support.controller import Controller
 from tests.support.jobs import Job
+from tests.support.processes import COLD_LIMIT
 from unicron_ctl.shared.system.release import rank_roots
 
 pytestmark = pytest.mark.process
 SOURCE = os.pathsep.join(rank_roots())  # what an editable install has on sys.path
-PATIENCE = 300.0  # seconds; cold starts of a rank and of a store, which has a low priority, on a busy machine
 USERS = (
     "detector/__init__.py",
     "detector/processes.py",
@@ -73,7 +73,7 @@ def test_modules_of_the_user_with_names_of_ours_are_the_users(controller, tmp_pa
         tmp_path, controller.address, number, 1, [sys.executable, str(script)], PYTHONPATH=SOURCE, UNICRON_WARM=warm
     )
     try:
-        assert job.agents[0].wait(PATIENCE) == 0, job.logs
+        assert job.agents[0].wait(COLD_LIMIT) == 0, job.logs
     finally:
         job.close()
     log = job.agents[0].log

@@ -110,6 +110,7 @@ class Job:
             "SLURM_JOB_NAME": f"job{name}",
             "UNICRON_CONTROLLER": address,
             "UNICRON_NODE_ADDRESS": "127.0.0.1",
+            "UNICRON_REGISTER_TIMEOUT": "60",  # the machine may be busy: no job runs unprotected for a late answer
             "OMP_NUM_THREADS": "1",
             "TINY_OUT": str(self.folder),
             "TINY_SAVE": "0",
@@ -164,7 +165,6 @@ class World(Controller):
             "SLURM_JOB_USER": "ann",
             "SLURM_ARRAY_TASK_COUNT": str(nodes),
             "UNICRON_RANKS_PER_NODE": "1",
-            "UNICRON_REGISTER_TIMEOUT": "60",
             "TINY_OUT": str(folder),
         }
         self.array = Job(folder, "", "7", 0, command, **place | environment)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from unicron_ctl.shared.protocol import shared_plans, structs, wire
@@ -88,10 +87,7 @@ class Plans:
         """
         member = any(slot in self._slots for slot in self._members)
         if not AT_WORK.isdisjoint(states):
-            before = self.writers_before
-            if not member and self._entered in self._held:  # it leaves at a boundary that has not come yet
-                before = partial(self.writers_before, members=shared_plans.whole(self._held[self._entered]).members)
-            return Saving(before, False, not ended)
+            return Saving(self.writers_before_at_work, False, not ended)
         if "stopped" in states or (ended and member):
             return Saving(self.writers_before_at_rest, True, not ended)
         return Saving(self.all_other_writers, True, False) if member and RESTING.issuperset(states) else None
@@ -103,6 +99,21 @@ class Plans:
         if not nodes:
             return None if key.kind == SHARD else ()
         return tuple(nodes[: nodes.index(self._here)]) if self._here in nodes else None
+
+    def writers_before_at_work(self, key: Key) -> tuple[int, ...] | None:
+        """Return the nodes that write before this one while its ranks train.
+
+        All nodes train in the same plan until the boundary at which they take an offer. When Slurm ends all of them, a
+        first notice can bring an offer without that node. If the nodes that go on went by it, and the one that leaves
+        by the old plan, two of them would both be first and write the same files.
+        """
+        held = {generation: shared_plans.whole(share) for generation, share in self._held.items()}
+        mine = [
+            (generation <= self._entered or not plan.boundary, generation)
+            for generation, plan in held.items()
+            if generation >= self._entered and any(slot in self._slots for slot in plan.members)
+        ]
+        return self.writers_before(key, held[max(mine)[1]].members if mine else None)
 
     def writers_before_at_rest(self, key: Key) -> tuple[int, ...] | None:
         """Return the nodes that write before this one while nobody trains. A node with a copy of what others train

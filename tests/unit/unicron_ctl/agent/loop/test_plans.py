@@ -69,7 +69,7 @@ def test_where_nobody_trains_who_has_a_copy_comes_after_all_who_trained_the_plac
 @pytest.mark.parametrize(
     ("states", "before", "ended_before"),
     [
-        (["running", "exited"], "writers_before", "writers_before"),
+        (["running", "exited"], "writers_before_at_work", "writers_before_at_work"),
         (["stopped", "waiting"], "writers_before_at_rest", "writers_before_at_rest"),
         (["waiting", "starting"], "all_other_writers", "writers_before_at_rest"),
         (["waiting", "exited"], None, "writers_before_at_rest"),
@@ -81,11 +81,11 @@ def test_how_a_node_writes_its_part_of_what_ends_in_the_middle(states, before, e
 
     def found(ended: bool) -> str | None:
         saving = plans.saving(states, ended)
-        assert saving is None or saving.rests == (saving.before != plans.writers_before)
+        assert saving is None or saving.rests == (saving.before != plans.writers_before_at_work)
         assert saving is None or saving.prunes == (not ended and saving.before != plans.all_other_writers)
         return saving.before.__name__ if saving is not None else None
 
-    alone = before if before in ("writers_before", "writers_before_at_rest") else None
+    alone = before if before in ("writers_before_at_work", "writers_before_at_rest") else None
     assert [found(False), found(True)] == [alone, alone], "no plan yet"
     plans.add_plan(share(1, [0, 1, 2]), 1)
     assert [found(False), found(True)] == [before, ended_before]
@@ -93,14 +93,15 @@ def test_how_a_node_writes_its_part_of_what_ends_in_the_middle(states, before, e
     assert [found(False), found(True)] == [alone, alone], "the others go on without it"
 
 
-def test_what_is_to_leave_at_a_boundary_that_never_comes_is_written_too() -> None:
-    """Defect: Slurm ended two nodes at once; the first to be heard was to leave, the other to go on, and the first
-    wrote nothing of what it alone had."""
+@pytest.mark.parametrize("goes_on", [0, 1])
+def test_an_offer_that_is_not_taken_changes_no_turn(goes_on: int) -> None:
+    """Defects: Slurm ended two nodes at once; the first to be heard was to leave, the other to go on. The first wrote
+    nothing of what it alone had. Then it did, but if it was the first node, both wrote the same files."""
     nodes = [Plans([slot]) for slot in range(2)]
     for node in nodes:
         node.add_plan(share(1, [0, 1], replica=1), 1)
         node.on_entered(1)
-        node.add_plan(share(2, [0]), 2)
+        node.add_plan(share(2, [goes_on], boundary=True), 2)
     state = Key(STATE, slot=1, iteration=7)
     shards = [Key(SHARD, slot=slot, iteration=7, shard=slot, count=2) for slot in (0, 1)]
     saving = [node.saving(["running"], False) for node in nodes]
@@ -108,9 +109,36 @@ def test_what_is_to_leave_at_a_boundary_that_never_comes_is_written_too() -> Non
         [(), (), None],
         [(0,), None, ()],
     ]
-    nodes[0].on_entered(2)
-    assert saving[0] is not None and nodes[0].saving(["running"], False).before(state) == ()
-    assert nodes[1].saving(["stopped"], False).before(state) == (0,), "the others go on: it comes after them"
+    nodes[goes_on].on_entered(2)
+    assert nodes[goes_on].saving(["running"], False).before(state) == ()
+    assert nodes[1 - goes_on].saving(["stopped"], False).before(state) == (goes_on,), "it has left: it comes after"
+
+
+def test_a_newcomer_with_an_offer_comes_after_those_that_train() -> None:
+    """Also if they have taken it, and it has not heard of that."""
+    nodes = [Plans([slot]) for slot in range(3)]
+    for node in nodes[:2]:
+        node.add_plan(share(1, [0, 1]), 1)
+        node.on_entered(1)
+    for node in nodes:
+        node.add_plan(share(2, [0, 1, 2], boundary=True), 2)
+    key = Key(STATE, slot=0, iteration=7)
+    for taken in (1, 2):
+        for node in nodes[:2]:
+            node.on_entered(taken)
+        assert [node.writers_before_at_work(key) for node in nodes] == [(), (0,), (0, 1)]
+
+
+def test_a_generation_that_breaks_takes_its_offer_with_it() -> None:
+    """Of the next plan only the members write, which need not have said yet that they run."""
+    nodes = [Plans([slot]) for slot in range(3)]
+    for node in nodes:
+        node.add_plan(share(1, [0, 1, 2]), 1)
+        node.on_entered(1)
+        node.add_plan(share(2, [2], boundary=True), 2)
+        node.add_plan(share(3, [1, 2]), 3)
+    key = Key(STATE, slot=0, iteration=7)
+    assert [node.writers_before_at_work(key) for node in nodes[1:]] == [(), (1,)]
 
 
 def test_whose_ranks_begin_anew_comes_after_all_others() -> None:
