@@ -203,3 +203,18 @@ def test_of_a_process_that_has_a_successor_only_its_last_word_is_kept() -> None:
     agents[1].set(3, state="starting", incarnation=1, exit=None, done=[], iteration=-1)
     view = world.core.view.live.agent("1", 1)
     assert view is not None and view.before == {3: LastWord(0, 1, "computing", [3])}
+
+
+@pytest.mark.by_hand
+def test_nodes_that_stopped_before_a_phase_began_are_still_taken_in_as_nodes() -> None:
+    """The stops of a large job come while the Break goes out, so its phase begins with most ranks stopped."""
+    world = World()
+    agents = world.start_job(nodes=4, ranks=2)
+    world.iterate("1", 0)
+    agents[3].obedient = False  # so that no plan is made yet
+    agents[1].die(2)
+    job = world.core.view.job(world.job())
+    common = job.agents[2].common
+    assert world.job().phase is Phase.BREAKING and common is not None and common.state == "stopped"
+    job.begin_phase()
+    assert {0, 2} <= job.together and job.changed.isdisjoint({0, 1, 4, 5})
