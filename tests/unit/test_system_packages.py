@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from tests.support.processes import ROOT, wait_for
 
 SCRIPT = str(ROOT / "tools" / "system-packages.sh")
 PACKAGES = ("python3.99", "python3.99-venv")
+STEPS = ("venv", "system-test", "compiled", "lint", "test", "test-demo")
 
 
 def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def ci(folder: Path, rules: str) -> subprocess.CompletedProcess[str]:
     """Run it in a folder with other rules."""
     (folder / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", folder / ".ci")
-    (folder / "Makefile").write_text(".RECIPEPREFIX = >\n.PHONY: venv system-test compiled lint test test-demo\n" + rules)
+    (folder / "Makefile").write_text(".RECIPEPREFIX = >\n.PHONY: " + " ".join(STEPS) + "\n" + rules)
     return subprocess.run([folder / ".ci" / "run"], capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -117,15 +117,14 @@ def test_a_failed_lint_ends_what_runs_beside_it(tmp_path: Path) -> None:
             os.kill(beside, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("fails", ["venv", "system-test", "compiled", "lint", "test", "test-demo"])
+@pytest.mark.parametrize("fails", STEPS)
 def test_what_fails_fails_all_and_nothing_follows(fails: str, tmp_path: Path) -> None:
-    order = ["venv", "system-test", "compiled", "lint", "test", "test-demo"]
-    done = ci(tmp_path, "".join(f"{each}:\n>touch $@{' && exit 3' * (each == fails)}\n" for each in order))
+    done = ci(tmp_path, "".join(f"{each}:\n>touch $@{' && exit 3' * (each == fails)}\n" for each in STEPS))
     assert done.returncode == 2, done.stderr
     after = {"venv": 2, "system-test": 2, "compiled": 4, "lint": 4, "test": 5, "test-demo": 6}[fails]
-    assert not any((tmp_path / each).exists() for each in order[after:])
+    assert not any((tmp_path / each).exists() for each in STEPS[after:])
 
 
 def test_what_succeeds_runs_through(tmp_path: Path) -> None:
-    done = ci(tmp_path, "venv system-test compiled lint test test-demo:\n>touch $@\n")
+    done = ci(tmp_path, f"{' '.join(STEPS)}:\n>touch $@\n")
     assert done.returncode == 0 and done.stderr == "" and (tmp_path / "test-demo").exists()
