@@ -81,7 +81,10 @@ log=$(mktemp)
 patience=900 # seconds
 say_what_is_waited_for() {
     local line
-    until line=$(grep -m 1 -o "Could not get lock.*" "$log"); do sleep 1; done
+    until line=$(grep -m 1 -o "Could not get lock.*" "$log"); do
+        sleep 1
+        kill -0 $$ 2>/dev/null || return 0 # the script was killed
+    done
     echo "unicron: waits up to $patience s for another program: $line" >&2
 }
 say_what_is_waited_for & # apt's output is no pipe: services that packages start would keep it open
