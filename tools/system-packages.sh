@@ -6,8 +6,6 @@ what=${1:-all}
 python=${PYTHON:-python3}
 export PATH="$PATH:/usr/sbin:/sbin"
 missing=()
-exec 9<"$0"
-flock -w 900 9 || exit 1 # apt-get takes no second one beside it
 
 need() { missing+=("$@"); }
 has() { command -v "$1" >/dev/null 2>&1; }
@@ -79,16 +77,36 @@ echo "unicron: installing Debian packages: ${missing[*]}"
 if [ -n "$prometheus" ] && [ -d /etc/systemd/system ]; then # the package would start its service at once
     "${as_root[@]}" ln -sfn /dev/null /etc/systemd/system/prometheus.service
 fi
-install() {
-    # Without recommendations: the cluster is private, so mail and accounting packages have no use.
-    # The lock is not for the services that packages start.
-    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${missing[@]}" 9<&-
-}
 log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+patience=900 # seconds
+say_what_is_waited_for() {
+    local line
+    until line=$(grep -m 1 -o "Could not get lock.*" "$log"); do
+        sleep 1
+        kill -0 $$ 2>/dev/null || return 0 # the script was killed
+    done
+    echo "unicron: waits up to $patience s for another program: $line" >&2
+}
+say_what_is_waited_for & # apt's output is no pipe: services that packages start would keep it open
+teller=$!
+trap 'kill "$teller" 2>/dev/null || true; rm -f "$log"' EXIT
+
+apt() {
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive LC_ALL=C \
+        apt-get -q -o "DPkg::Lock::Timeout=$patience" "$@" >"$log" 2>&1
+}
+# Without recommendations: the cluster is private, so mail and accounting packages have no use.
+install() { apt install -y --no-install-recommends "${missing[@]}"; }
+update() { # apt-get waits for dpkg's lock, not for the one of the lists
+    local until=$((SECONDS + patience))
+    while ! apt update; do
+        grep -q "Could not get lock" "$log" && [ "$SECONDS" -lt "$until" ] || return 1
+        sleep 1
+    done
+}
 # A fresh machine has empty package lists, an old one stale ones: refresh only if the first try fails.
-if ! install >"$log" 2>&1; then
-    "${as_root[@]}" apt-get update -q >"$log" 2>&1 && install >"$log" 2>&1 || {
+if ! install; then
+    { ! grep -q "Unable to acquire" "$log" && update && install; } || {
         tail -n 20 "$log" >&2
         echo "unicron: apt-get could not install: ${missing[*]}" >&2
         exit 1

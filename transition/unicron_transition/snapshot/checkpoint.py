@@ -11,13 +11,14 @@ layout read what they need (`unicron_transition/snapshot/parts.py`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import math
 import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -224,7 +225,10 @@ class Checkpoints:
         if (found := self._foreign(folder)) is None:
             raise CheckpointError(f"the checkpoint in {folder} is gone")
         try:
-            found.load(state)
+            with memory_for(folder):
+                found.load(state)
+        except CheckpointError:
+            raise
         except (parts.Missing, KeyError, RuntimeError) as error:
             raise _other_model(found.folder, error) from None
         except (BadCheckpoint, OSError) as error:
@@ -384,7 +388,8 @@ def _load(state: TrainingState, found: WholeCheckpoint) -> None:
     """Load a checkpoint. Raises BadImage, OSError, or CheckpointError if it is sound but of another model."""
     first = found.paths[0]
     try:
-        _assemble(state, [contents.open_image(read_page(path)) for path in found.paths], first.parent)
+        with memory_for(first.parent):
+            _assemble(state, [contents.open_image(read_page(path)) for path in found.paths], first.parent)
     except (BadImage, OSError) as error:
         if isinstance(error, OSError) and error.errno not in LOST_ERRORS:
             raise
@@ -397,7 +402,22 @@ def _load(state: TrainingState, found: WholeCheckpoint) -> None:
 def load_image(state: TrainingState, path: Path) -> None:
     """Load an image of this rank's own place into `state`. Raises OSError, BadImage if it is damaged, and
     :class:`CheckpointError` if it is of another model."""
-    _assemble(state, [contents.open_image(read_page(path))], path)
+    with memory_for(path):
+        _assemble(state, [contents.open_image(read_page(path))], path)
+
+
+@contextlib.contextmanager
+def memory_for(path: Path) -> Iterator[None]:
+    """Raises :class:`CheckpointError` in place of errors for a lack of memory: the file is sound, and no other one
+    would need less."""
+    try:
+        yield
+    except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        raise CheckpointError(
+            f"no memory to load {path}, which stays as it is ({error}): give each rank more (--mem, ulimit -v)"
+        ) from None
 
 
 def _other_model(path: Path, why: object) -> CheckpointError:

@@ -267,7 +267,7 @@ class ImageContent:
         dtype, count, begin = self.tensors[number]
         if begin < 0:
             return torch.full((count,), self.head.step, dtype=dtype)
-        data = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
+        data = parts.empty(torch.Size([count * dtype.itemsize]), torch.uint8, torch.device("cpu"))
         with open_plain(self.found.path) as file:
             read_into(file, self.found.path, begin, data.numpy().data)
         return data.view(dtype)

@@ -324,7 +324,10 @@ class ImagePage:
         with open_plain(self.path) as file:
             if not is_in_memory(file.fileno()):  # else a file that is cut off would kill the process
                 return self._check(read, threads, on_leaf)
-            mapped = self._map(file)
+            try:
+                mapped = self._map(file)
+            except OSError:  # a process can have too little address space for it, and enough for a leaf
+                return self._check(read, threads, on_leaf)
             address = _address(mapped) if self.data_bytes else 0
             return self._check(copy, threads, on_leaf)
 

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import math
 import mmap
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -390,12 +391,16 @@ def _same(targets: Sequence[_Target], dtype: torch.dtype) -> Sequence[_Target]:
 def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
     """Restore this rank's model and optimizer from `blocks`. After an error they can have any values."""
     held = _optimizer_parts(optimizer)
-    restoring, states, memory = _Restoring(blocks), [], NewMemory()
+    found = []
     for parameter, boxes, _ in places(model):
+        own = held.get(id(parameter))
+        found.append((parameter, boxes, own, *blocks.state(boxes[0], own.owner if own is not None else None)))
+    new = sum(len(keys) * _moment_bytes(own.main) for _, _, own, keys, _ in found if own is not None)
+    restoring, states, memory = _Restoring(blocks), [], NewMemory(new)
+    for parameter, boxes, own, keys, others in found:
         targets = [_Target(parameter.detach().view(-1))]
-        if (own := held.get(id(parameter))) is not None:
+        if own is not None:
             targets.insert(0, _Target(own.main.detach().view(-1), own.begin))
-        keys, others = blocks.state(boxes[0], own.owner if own is not None else None)
         restoring.add(boxes, PARAMETER, partial(_same, targets))
         if own is not None:
             states.append((own, state := _State(own, memory)))
@@ -406,6 +411,12 @@ def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
     for own, state in states:
         if state.tensors or state.others:
             own.owner.state[own.main] = state.tensors | state.others
+
+
+def _moment_bytes(main: torch.Tensor) -> int:
+    """Return the size of one kind of a parameter's state, as a rule: optimizers keep it in 32 bits at least."""
+    size = main.numel() * max(torch.float32.itemsize, main.dtype.itemsize)
+    return -(-size // ALIGN) * ALIGN
 
 
 class _State:
@@ -432,33 +443,54 @@ class NewMemory:
     small ones take longer than the copy.
 
     The tensors are side by side, so that small ones are in huge pages, too. Each has a storage of its own, and the
-    memory goes back to the kernel with the last tensor in it.
+    memory goes back to the kernel with the last tensor in it. No chunk is larger than what all tensors are expected to
+    need, since a process can be limited in what it reserves (`ulimit -v`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expected: int = sys.maxsize) -> None:
         self._chunk: mmap.mmap | None = None
         self._at = self._end = 0  # what is left of it
+        self._expected = expected  # bytes, of what is still to come
 
     def tensor(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor with any content."""
+        """Return a tensor with any content. Raises MemoryError."""
         size = shape.numel() * dtype.itemsize
         if device.type != "cpu" or not size:
-            return torch.empty(shape, dtype=dtype, device=device)
+            return empty(shape, dtype, device)
+        if self._at + size > self._end:
+            self._take_chunk(size)
+        room = -(-size // ALIGN) * ALIGN
+        self._expected -= room
         if self._chunk is None or self._at + size > self._end:
-            self._chunk = self._take_chunk(size)
+            return empty(shape, dtype, device)
         made = torch.frombuffer(self._chunk, dtype=dtype, count=shape.numel(), offset=self._at)
-        self._at += -(-size // ALIGN) * ALIGN
+        self._at += room
         return made.view(shape)
 
-    def _take_chunk(self, size: int) -> mmap.mmap:
-        """Take a chunk for at least `size` bytes, which begin with a huge page."""
-        room = max(CHUNK, -(-size // HUGE) * HUGE)
-        chunk = mmap.mmap(-1, room + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._at = -torch.frombuffer(chunk, dtype=torch.uint8).data_ptr() % HUGE
+    def _take_chunk(self, size: int) -> None:
+        """Take a chunk for at least `size` bytes, which begin with a huge page, if they fill one and the kernel has so
+        much."""
+        room = max(size, min(CHUNK, self._expected))
+        if room < HUGE:
+            return
+        room = -(-room // HUGE) * HUGE
+        try:
+            chunk = mmap.mmap(-1, room + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError:  # the tensor alone is smaller
+            return
+        self._chunk, self._at = chunk, -torch.frombuffer(chunk, dtype=torch.uint8).data_ptr() % HUGE
         self._end = self._at + room
         with contextlib.suppress(OSError):  # a kernel without them
             chunk.madvise(mmap.MADV_HUGEPAGE, self._at, room)
-        return chunk
+
+
+def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return torch's own tensor with any content. Raises MemoryError, since torch's error for a lack of memory cannot
+    be told from its others."""
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except RuntimeError as error:
+        raise MemoryError(str(error).partition("\n")[0]) from None
 
 
 def _elsewhere(value: object, device: torch.device | str) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from unicron_detector.processes.rank_messages import Plan
 from unicron_transition.iteration.rank_log import inform, warn
 from unicron_transition.snapshot import contents, image_format
-from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer, load_image
+from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints, Writer, load_image, memory_for
 from unicron_transition.snapshot.checkpoint_file import Slice, slices_of
 from unicron_transition.snapshot.cuts import BUFFERS
 from unicron_transition.snapshot.folders import WholeCheckpoint
@@ -18,6 +19,7 @@ from unicron_transition.snapshot.image_format import memory_folder
 from unicron_transition.snapshot.keeper import Keeper, copy_interval, wanted_copies
 from unicron_transition.snapshot.local_state import LocalState
 from unicron_transition.snapshot.migrate import TrainingState
+from unicron_transition.snapshot.reading import LOST_ERRORS
 
 MOST_TEXT = 200  # characters
 MOST = 8  # iterations that are reported
@@ -120,12 +122,18 @@ class Beginnings:
         checked = False
         try:
             if self._has_state:  # which a damaged image must not replace
-                found.check_file(image_format.reading_threads())
+                with memory_for(found.path):
+                    found.check_file(image_format.reading_threads())
                 checked = True
             load_image(state, found.path)
         except (image_format.BadImage, OSError) as error:
             if checked:
                 raise CheckpointError(f"{error}: it changed meanwhile, and this rank has lost its state") from None
+            if isinstance(error, OSError) and error.errno not in (errno.ENOENT, *LOST_ERRORS):
+                raise CheckpointError(
+                    f"{error}: this rank cannot read the training state in memory, which stays as it is: mend this "
+                    "error of the node, or take another node"
+                ) from None
             warn(f"training state in memory passed over: {error}")
             with contextlib.suppress(OSError, image_format.BadImage):
                 if image_format.read_page(found.path) == found:  # it was not overwritten meanwhile

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import mmap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,6 +61,15 @@ def test_each_tensor_has_its_own_storage_and_outlives_the_others():
     made.clear()
     torch.save(one, file := io.BytesIO())
     assert one.sum() == 30.0 and len(file.getvalue()) < 4096, "a saved moment takes no other one along"
+
+
+def test_a_kernel_that_refuses_changes_nothing(monkeypatch):
+    class Refuses(mmap.mmap):
+        def madvise(self, *about: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Refuses)
+    assert NewMemory().tensor(torch.Size([3, HUGE]), torch.float32, CPU).fill_(2.0).sum() == 6 * HUGE
 
 
 def test_a_tensor_elsewhere_is_torchs_own():
