@@ -97,3 +97,20 @@ def test_the_wanted_ends_of_a_node_are_one_record() -> None:
         end(agent, dict.fromkeys(agent.slots, 0))
     noted = [[e.record.slot, *e.record.others] for e in events(world, "exit_noted")]
     assert noted == [list(agent.slots) for agent in agents] and not failures(world)
+
+
+@pytest.mark.parametrize("killed", [4, 6])
+def test_a_late_line_of_the_kernel_explains_the_process_that_it_names(killed: int) -> None:
+    """Defect: a failure of several had the number of its first process alone. A line about another one explained
+    nothing, and a line about the first one all of them."""
+    world, agents = trained()
+    for slot in agents[1].slots:
+        agents[1].ranks[slot].pid = 4240 + slot
+    agents[1].status()
+    end(agents[1], dict.fromkeys(agents[1].slots, -9))
+    world.run(0.5)
+    text = f"Memory cgroup out of memory: Killed process {4240 + killed} (python) total-vm:9kB"
+    about = {"job": "1", "element": 1, "agent": agents[1].agent, "number": 1, "source": "kernel", "at": world.now}
+    world.to_core(agents[1], wire.NodeEvent(text=text, **about))
+    memory = [f.record.slots for f in world.job().failures if f.record.cause == "host_out_of_memory"]
+    assert memory == [[killed]]
