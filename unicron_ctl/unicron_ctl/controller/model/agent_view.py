@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -249,30 +249,41 @@ class AgentView:
     def _on_standing(self, message: wire.Going, now: float) -> list[int]:
         """Takes in where its ranks stand. Returns the slots of which that is new."""
         self.in_step, self.can_enter, self.stood = -1, None, True
-        ranks, done, changed, parts = self.ranks, message.done, list[int](), message.progress
+        changed, parts = list[int](), message.progress
         apart = {slot for part in parts for slot in part.slots} if len(parts) > 1 else ()
         for part in parts:
-            where = part.state, part.generation, part.entering, part.broken, part.iteration, part.phase
-            for slot in part.slots or (ranks.keys() - apart if apart else ranks):
-                rank = ranks.get(slot)
-                if rank is None:
-                    continue
-                mine = done.get(slot, [])
-                stood = rank.state, rank.generation, rank.entering, rank.broken, rank.iteration, rank.phase
-                if stood == where and rank.done == mine and rank.kept == part.kept:
-                    continue
-                changed.append(slot)
-                if part.state in CAN_ENTER and (slot in self.began or rank.state not in CAN_ENTER):
-                    self._came(slot, rank.incarnation, now)
-                rank.state, rank.generation, rank.entering, rank.broken, rank.iteration, rank.phase = where
-                rank.done, rank.kept = mine, part.kept
+            changed += self._stand(
+                part, part.slots or (self.ranks.keys() - apart if apart else self.ranks), message.done, now
+            )
             self.newest = max(self.newest, part.generation, part.entering)
         self.progress.update(dict.fromkeys(changed, now))
-        stand = {(part.state, part.generation, part.entering, part.broken) for part in parts}
-        if len(stand) == 1 and self.one_incarnation is not None and not all(part.slots for part in parts):
-            self._agree(Common(*stand.pop(), self.one_incarnation))
+        stands = {(part.state, part.generation, part.entering, part.broken) for part in parts}
+        if len(stands) == 1 and self.one_incarnation is not None and not all(part.slots for part in parts):
+            self._agree(Common(*stands.pop(), self.one_incarnation))
         else:
             self._sum_up()
+        return changed
+
+    def _stand(self, part: Progress, slots: Iterable[int], done: Mapping[int, list[int]], now: float) -> list[int]:
+        """Brings the slots to this standing, and returns those of which that is new."""
+        ranks, kept, changed = self.ranks, part.kept, list[int]()
+        stand = part.state, part.generation, part.entering, part.broken
+        where, can_enter = (*stand, part.iteration, part.phase), part.state in CAN_ENTER
+        moved = self.common is not None and self.common[:4] != stand  # all of them
+        for slot in slots:
+            rank = ranks.get(slot)
+            if rank is None:
+                continue
+            mine = done.get(slot, [])
+            if not moved:
+                stood = rank.state, rank.generation, rank.entering, rank.broken, rank.iteration, rank.phase
+                if stood == where and rank.done == mine and rank.kept == kept:
+                    continue
+            changed.append(slot)
+            if can_enter and (slot in self.began or rank.state not in CAN_ENTER):
+                self._came(slot, rank.incarnation, now)
+            rank.state, rank.generation, rank.entering, rank.broken, rank.iteration, rank.phase = where
+            rank.done, rank.kept = mine, kept
         return changed
 
     def _note_change(self, slot: int, old: RankStatus | None, rank: RankStatus, now: float) -> None:

@@ -319,32 +319,36 @@ class JobView:
         plan = state.offer or state.plan
         if phase is Phase.BREAKING:
             self.awaited = set(self.unfinished)
-            self.changed.update(slot for slot in self._members_but(("running",), -1) if not self._known_end(slot))
+            self.changed.update(slot for slot in self._look_at_all_but(("running",), -1) if not self._known_end(slot))
             if state.replica > 1:  # members whose replica is newly hit have to stop at once
                 self.touched.update(state.elements(state.hit()))
         elif phase in (Phase.ENTERING, Phase.OFFERING) and plan is not None:
             self.awaited = set(plan.members)
             # All agents get a plan at once; newcomers that wait for an offer have to be looked at to get theirs.
             usual = AT_REST if phase is Phase.ENTERING else ("stopped",)
-            self.changed.update(self._members_but(usual, plan.generation))
+            self.changed.update(self._look_at_all_but(usual, plan.generation))
         else:
             self.awaited.clear()
             self.changed.update(state.members)
             self.touched.update(self.agents)
 
-    def _members_but(self, usual: Collection[str], generation: int) -> list[int]:
-        """Members and joiners that are no longer in a usual state, or are in that generation already."""
-        members, joining, agents = self.state.members, self.state.joining, self.agents
+    def _look_at_all_but(self, usual: Collection[str], generation: int) -> list[int]:
+        """Returns members and joiners that are no longer in a usual state, or are in that generation already. Crews
+        that stand alike are noted as such."""
+        members, joining, agents, crews = self.state.members, self.state.joining, self.agents, self.crews
         found: list[int] = []
-        for agent in agents.values():
-            if agent.alive:
-                common = agent.common
-                if common is not None and common.state in usual and common.generation != generation:
-                    continue
-                ranks = agent.ranks.items()
-                found += [slot for slot, rank in ranks if rank.state not in usual or rank.generation == generation]
-            else:
+        for element, agent in agents.items():
+            if not agent.alive:
                 found += agent.ranks
+                continue
+            common = agent.common
+            if common is not None and common.state in usual and common.generation != generation:
+                continue
+            if common is not None and element in crews:
+                self.together.add(element)
+                continue
+            ranks = agent.ranks.items()
+            found += [slot for slot, rank in ranks if rank.state not in usual or rank.generation == generation]
         absent = {*self.state.inside, *self.state.elements(joining)} - agents.keys()
         if absent:
             found += [slot for slot in (*members, *joining) if slot // self.per_node in absent]

@@ -240,3 +240,18 @@ def test_a_lost_agent_that_registers_again_can_join() -> None:
     agents[2].ready()
     world.run(30.0)
     assert world.job().phase is Phase.RUNNING
+
+
+@pytest.mark.by_hand
+def test_nodes_that_stopped_before_a_phase_began_are_still_taken_in_as_nodes() -> None:
+    """The stops of a large job come while the Break goes out, so its phase begins with most ranks stopped."""
+    world = World()
+    agents = world.start_job(nodes=4, ranks=2)
+    world.iterate("1", 0)
+    agents[3].obedient = False  # so that no plan is made yet
+    agents[1].die(2)
+    job = world.core.view.job(world.job())
+    common = job.agents[2].common
+    assert world.job().phase is Phase.BREAKING and common is not None and common.state == "stopped"
+    job.begin_phase()
+    assert {0, 2} <= job.together and job.changed.isdisjoint({0, 1, 4, 5})
