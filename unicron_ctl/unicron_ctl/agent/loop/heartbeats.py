@@ -36,6 +36,8 @@ class Heartbeats:
         self._since = 0.0
         self._stood: dict[int, tuple[object, ...]] = {}
         """The standing of the ranks by the last brief form since then; empty if it said nothing of that."""
+        self._broken = 0
+        """The newest Break. The controller measures how long a rank that has yet to obey it goes without news."""
 
     def doubt(self) -> None:
         """Send the next status whole: the controller may need more than progress."""
@@ -43,6 +45,8 @@ class Heartbeats:
 
     def on_message(self, message: wire.Message) -> None:
         """Take in a message of the controller."""
+        if isinstance(message, wire.Break):
+            self._broken = max(self._broken, message.generation)
         if not isinstance(message, ORDINARY):
             self.doubt()
 
@@ -50,11 +54,15 @@ class Heartbeats:
         """Return the message for this status. The ranks' statuses in it may change afterwards."""
         whole = self._whole
         if whole is not None and now < self._since + WHOLE_EVERY * self.period and _goes_on(whole, status):
-            stand = {slot: _standing(rank) for slot, rank in status.ranks.items()}
-            rests = any(rank.state != "running" for rank in status.ranks.values())
+            ranks = status.ranks
+            stand = {slot: _standing(rank) for slot, rank in ranks.items()}
+            rests = any(rank.state != "running" for rank in ranks.values())
             moved = any(_standing(whole.ranks[slot]) != where for slot, where in stand.items())
-            news = rests or moved or bool(self._stood)
-            if not news or rests or stand != self._stood:
+            to_stop = any(rank.state == "running" and rank.generation <= self._broken for rank in ranks.values())
+            if to_stop:  # each micro-batch that such a rank finishes shows that it does not hang
+                stand = {slot: (*where, tuple(ranks[slot].done)) for slot, where in stand.items()}
+            news = rests or moved or to_stop or bool(self._stood)
+            if not news or ((rests or stand != self._stood) and all(map(_can_be_said, ranks.values()))):
                 self._stood = stand if news else {}
                 return wire.Going(
                     job=status.job,
@@ -77,6 +85,11 @@ class Heartbeats:
 def _standing(rank: structs.RankStatus) -> tuple[object, ...]:
     """Return where the rank stands, which a brief form says of all ranks or of none."""
     return rank.state, rank.generation, rank.entering, rank.broken, tuple(rank.kept)
+
+
+def _can_be_said(rank: structs.RankStatus) -> bool:
+    """Say whether a brief form can say where the rank stands (:attr:`structs.Progress.states`)."""
+    return rank.state != "running" or rank.generation > 0
 
 
 def _goes_on(whole: wire.Status, status: wire.Status) -> bool:
