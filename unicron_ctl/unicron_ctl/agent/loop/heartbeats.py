@@ -36,8 +36,8 @@ class Heartbeats:
         self._since = 0.0
         self._stood: dict[int, tuple[object, ...]] = {}
         """The standing of the ranks by the last brief form since then; empty if it said nothing of that."""
-        self._broken = 0
-        """The newest Break. The controller measures how long a rank that has yet to obey it goes without news."""
+        self._points: dict[int, tuple[int, str, list[int]]] = {}
+        """The iteration, the phase and the micro-batches of the ranks when the last status was made."""
 
     def doubt(self) -> None:
         """Send the next status whole: the controller may need more than progress."""
@@ -45,23 +45,18 @@ class Heartbeats:
 
     def on_message(self, message: wire.Message) -> None:
         """Take in a message of the controller."""
-        if isinstance(message, wire.Break):
-            self._broken = max(self._broken, message.generation)
         if not isinstance(message, ORDINARY):
             self.doubt()
 
     def form(self, status: wire.Status, now: float) -> wire.Status | wire.Going:
         """Return the message for this status. The ranks' statuses in it may change afterwards."""
-        whole = self._whole
+        whole, worked = self._whole, self._note_points(status.ranks)
         if whole is not None and now < self._since + WHOLE_EVERY * self.period and _goes_on(whole, status):
             ranks = status.ranks
             stand = {slot: _standing(rank) for slot, rank in ranks.items()}
             rests = any(rank.state != "running" for rank in ranks.values())
             moved = any(_standing(whole.ranks[slot]) != where for slot, where in stand.items())
-            to_stop = any(rank.state == "running" and rank.generation <= self._broken for rank in ranks.values())
-            if to_stop:  # each micro-batch that such a rank finishes shows that it does not hang
-                stand = {slot: (*where, tuple(ranks[slot].done)) for slot, where in stand.items()}
-            news = rests or moved or to_stop or bool(self._stood)
+            news = rests or moved or bool(self._stood)
             if not news or ((rests or stand != self._stood) and all(map(_can_be_said, ranks.values()))):
                 self._stood = stand if news else {}
                 return wire.Going(
@@ -71,15 +66,27 @@ class Heartbeats:
                     sent=status.sent,
                     number=status.number,
                     on=whole.number,
-                    progress=progress(status.ranks, news),
+                    progress=progress(ranks, news),
                     moved=status.moved,
                     tables=status.tables,
-                    done={slot: rank.done for slot, rank in status.ranks.items() if rank.done} if news else {},
+                    done={slot: rank.done for slot, rank in ranks.items() if rank.done} if news else worked,
                 )
         self._since, self._stood = now, {}
         self._whole = copy.copy(status)
         self._whole.ranks = {slot: copy.copy(rank) for slot, rank in status.ranks.items()}
         return status
+
+
+    def _note_points(self, ranks: dict[int, structs.RankStatus]) -> dict[int, list[int]]:
+        """Note where the ranks are. Return the micro-batches of those that have finished one, and are otherwise where
+        they were: nothing else shows that such a rank does not hang."""
+        before = self._points
+        self._points = {slot: (rank.iteration, rank.phase, list(rank.done)) for slot, rank in ranks.items()}
+        return {
+            slot: point[2]
+            for slot, point in self._points.items()
+            if slot in before and before[slot] != point and before[slot][:2] == point[:2]
+        }
 
 
 def _standing(rank: structs.RankStatus) -> tuple[object, ...]:

@@ -223,6 +223,22 @@ def test_a_rank_that_finishes_micro_batches_after_a_break_is_not_taken_for_one_t
     assert not [e for e in world.log if e.kind == "failure_detected" and e.record.cause == "task_hang"]
 
 
+def test_a_micro_batch_that_ends_in_an_undisturbed_iteration_is_said_at_once_and_counts_once() -> None:
+    """Defect: the next whole status said it up to ten heartbeats late, so a plan that not all entered was given up so
+    much later. Such a status also counted as progress of ranks that had stood still since a brief form."""
+    world = World()
+    agents = world.start_job(nodes=2, ranks=2)
+    world.run(1.0)
+    world.iterate("1", 0)
+    world.run(1.0)
+    view = world.core.view.live.agent("1", 0)
+    assert view is not None
+    rank = agents[0].ranks[1] = copy.copy(agents[0].ranks[1])
+    rank.done, rank.changed, still, began = [0], world.now, view.progress[0], world.now
+    world.run(20.0)
+    assert view.progress[0] == still and began < view.progress[1] < began + 1.0 and view.ranks[1].done == [0]
+
+
 def test_a_lost_agent_that_registers_again_can_join() -> None:
     """Defect: its ranks had not changed, so that the element never counted as ready again, and the job never formed."""
     world = World()
