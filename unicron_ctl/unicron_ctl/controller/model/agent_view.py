@@ -32,6 +32,8 @@ class LastWord(NamedTuple):
 
 def _is_news(old: RankStatus, rank: RankStatus) -> bool:
     """Whether the status says more than the old one, but for its time and the vitals of the process."""
+    if rank.iteration != old.iteration or rank.phase != old.phase:  # the usual case; the comparison takes long
+        return True
     return rank != msgspec.structs.replace(
         old,
         changed=rank.changed,
