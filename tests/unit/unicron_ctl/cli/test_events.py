@@ -144,7 +144,11 @@ def test_a_line_about_several_ranks_says_which_be_it_of_one_event_or_of_several(
         {"kind": "rank_start", "slot": 4, "others": [5, 6, 7]},
         {"kind": "exit_noted", "slot": 4, "others": [5, 6, 7]},
     ]
-    apart = [{"kind": one["kind"], **({"slots": [n]} if "slots" in one else {"slot": n})} for one in alike for n in range(4, 8)]
+    apart = [
+        {"kind": one["kind"], **({"slots": [slot]} if "slots" in one else {"slot": slot})}
+        for one in alike
+        for slot in range(4, 8)
+    ]
     for found, times in ((alike, ""), (apart, " (4 times)")):
         events = [{"id": 1, "time": 0.0, "job": "7", "generation": 1, "reason": "ends", **one} for one in found]
         lines = [event_groups.line_of(group).partition(" ")[2] for group in event_groups.together(events)]

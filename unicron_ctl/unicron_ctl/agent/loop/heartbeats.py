@@ -76,7 +76,6 @@ class Heartbeats:
         self._whole.ranks = {slot: copy.copy(rank) for slot, rank in status.ranks.items()}
         return status
 
-
     def _note_points(self, ranks: dict[int, structs.RankStatus]) -> dict[int, list[int]]:
         """Note where the ranks are. Return the micro-batches of those that have finished one, and are otherwise where
         they were: nothing else shows that such a rank does not hang."""

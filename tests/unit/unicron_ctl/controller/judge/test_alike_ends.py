@@ -152,6 +152,7 @@ def test_a_record_of_release_02_has_no_number_of_a_process_in_its_ends(monkeypat
     world.to_core(agents[1], wire.NodeEvent(text=text, **about))
     assert (failure.record.slots, failure.record.cause) == ([5], "host_out_of_memory")
 
+
 def test_texts_about_a_failure_of_several_name_all_of_them() -> None:
     """Defect: they named the first one alone."""
     world, agents = trained()
