@@ -12,7 +12,7 @@ def plural(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def numbered(what: str, numbers: Iterable[int]) -> str:
+def number_spans(what: str, numbers: Iterable[int]) -> str:
     """ "slot 4", "slots 4-7", "slots 1, 4-7": after MOST_SPANS of them only how many more there are."""
     spans: list[list[int]] = []
     for number in sorted(set(numbers)):

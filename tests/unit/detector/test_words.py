@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unicron_detector.words import all_of, numbered, plural
+from unicron_detector.words import all_of, number_spans, plural
 
 
 def test_one_and_many() -> None:
@@ -11,6 +11,6 @@ def test_one_and_many() -> None:
 
 
 def test_numbers_in_a_row_are_one_span():
-    assert numbered("slot", [4]) == "slot 4" and numbered("slot", [7, 5, 4, 6]) == "slots 4-7"
-    assert numbered("slot", [1, 4, 5]) == "slots 1, 4-5"
-    assert numbered("slot", range(0, 40, 2)) == "slots 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
+    assert number_spans("slot", [4]) == "slot 4" and number_spans("slot", [7, 5, 4, 6]) == "slots 4-7"
+    assert number_spans("slot", [1, 4, 5]) == "slots 1, 4-5"
+    assert number_spans("slot", range(0, 40, 2)) == "slots 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"

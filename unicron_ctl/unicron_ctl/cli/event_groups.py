@@ -8,7 +8,7 @@ from typing import Any
 from unicron_ctl.shared.commands.times import moment
 from unicron_ctl.shared.commands.trouble import nameless, with_names
 from unicron_ctl.shared.slurm.host_lists import fold
-from unicron_detector.words import numbered
+from unicron_detector.words import number_spans
 
 RANKS = "failure_detected", "rank_start", "exit_noted"  # kinds of events about several ranks, which no text names
 TOGETHER = 10.0  # seconds from the first to the last event of a line
@@ -59,7 +59,7 @@ def line_of(group: Group) -> str:
         text = named
     slots = {slot for event in group for slot in _slots(event)} if first["kind"] in RANKS else ()
     if len(slots) > 1:
-        where += f"{',' if where else ' of'} {numbered('slot', slots)}"
+        where += f"{',' if where else ' of'} {number_spans('slot', slots)}"
     times = f" ({len(group)} times)" if len(group) > 1 else ""
     return f"{moment(first['time'])} {first['kind']}{_job(first)}{_generations(group)}{where}: {text}{times}"
 

@@ -110,7 +110,8 @@ def on_exit_noted(job: JobState, event: Event, record: records.ExitNoted) -> Non
 
 # ---------------------------------------------------------------- failures
 def on_failure_detected(job: JobState, event: Event, record: records.FailureDetected) -> None:
-    kept = msgspec.structs.replace(record, leave_out={}, escalation=None)  # these are for the fold alone
+    ends = [seen for seen in record.exits if seen.pid]  # for lines of the kernel that come later
+    kept = msgspec.structs.replace(record, leave_out={}, exits=ends, escalation=None)  # the rest is for the fold alone
     job.failures.append(Failure(event.id, event.job, event.time, kept))
     if record.noted is not None:
         _slot(job, record.slots[0]).noted = record.noted

@@ -18,7 +18,7 @@ from unicron_ctl.shared.commands.times import duration, short
 from unicron_ctl.shared.protocol.answer_schema import Explanation, Failure, Job, JobBase, Node, NodeEvent, Status
 from unicron_ctl.shared.slurm.host_lists import fold, natural
 from unicron_ctl.shared.system.columns import Cell, Listing
-from unicron_detector.words import numbered, plural
+from unicron_detector.words import number_spans, plural
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 STATE_STYLES = {
@@ -422,7 +422,7 @@ def obstacles(data: Explanation) -> list[str]:
 
 def slots_of(failure: Failure) -> str:
     """Return "slot 4" or "slots 4-7"."""
-    return numbered("slot", failure.slots)
+    return number_spans("slot", failure.slots)
 
 
 def failure_text(failure: Failure) -> str:
