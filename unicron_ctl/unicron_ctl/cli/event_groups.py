@@ -8,7 +8,9 @@ from typing import Any
 from unicron_ctl.shared.commands.times import moment
 from unicron_ctl.shared.commands.trouble import nameless, with_names
 from unicron_ctl.shared.slurm.host_lists import fold
+from unicron_detector.words import number_spans
 
+RANKS = "failure_detected", "rank_start", "exit_noted"  # kinds of events about several ranks, which no text names
 TOGETHER = 10.0  # seconds from the first to the last event of a line
 ABOUT = ("id", "time", "job", "generation", "kind")  # fields of every event
 FAILURE = "failure_detected"
@@ -55,6 +57,9 @@ def line_of(group: Group) -> str:
             nodes = {node for event in group for node in _nodes(event)}
             where = f" on {fold(nodes)}" if nodes and fold(nodes) not in text else ""
         text = named
+    slots = {slot for event in group for slot in _slots(event)} if first["kind"] in RANKS else ()
+    if len(slots) > 1:
+        where += f"{',' if where else ' of'} {number_spans('slot', slots)}"
     times = f" ({len(group)} times)" if len(group) > 1 else ""
     return f"{moment(first['time'])} {first['kind']}{_job(first)}{_generations(group)}{where}: {text}{times}"
 
@@ -86,6 +91,12 @@ def _text_of(event: Event, folds: bool = False) -> str:
 
 def _nodes(event: Event) -> list[str]:
     return [event["node"]] if event.get("node") else _list_field(event, "nodes")
+
+
+def _slots(event: Event) -> list[int]:
+    """Return the slots of an event about ranks."""
+    own = [event["slot"]] if isinstance(event.get("slot"), int) else []
+    return [*own, *_list_field(event, "others")] or _list_field(event, "slots")
 
 
 def _list_field(event: Event, field: str) -> list[Any]:

@@ -77,7 +77,7 @@ def _failure(failure: Failure) -> View:
     return {
         "id": failure.id,
         "job": failure.job,
-        "where": failure.node if failure.kind == "node" else f"slot {failure.slot} on {failure.node}",
+        "where": failure.node if failure.kind == "node" else f"{status_tables.slots_of(failure)} on {failure.node}",
         "severity": failure.severity,
         "cause": failure.cause,
         "by": failure.detected_by,

@@ -138,6 +138,23 @@ def test_what_is_not_equal_or_long_ago_is_a_line_of_its_own(snapshot: SnapshotAs
     assert [event_groups.line_of(group).partition(" ")[2] for group in event_groups.together(found)] == snapshot
 
 
+def test_a_line_about_several_ranks_says_which_be_it_of_one_event_or_of_several() -> None:
+    alike = [
+        {"kind": "failure_detected", "slots": [4, 5, 6, 7]},
+        {"kind": "rank_start", "slot": 4, "others": [5, 6, 7]},
+        {"kind": "exit_noted", "slot": 4, "others": [5, 6, 7]},
+    ]
+    apart = [
+        {"kind": one["kind"], **({"slots": [slot]} if "slots" in one else {"slot": slot})}
+        for one in alike
+        for slot in range(4, 8)
+    ]
+    for found, times in ((alike, ""), (apart, " (4 times)")):
+        events = [{"id": 1, "time": 0.0, "job": "7", "generation": 1, "reason": "ends", **one} for one in found]
+        lines = [event_groups.line_of(group).partition(" ")[2] for group in event_groups.together(events)]
+        assert lines == [f"{one['kind']} job 7 g1 of slots 4-7: ends{times}" for one in alike]
+
+
 def test_a_line_begins_with_the_date_and_the_offset(log: Store) -> None:
     """Defect: a bare time: of which day was nowhere."""
     at = datetime.fromisoformat(shown("-n", "1")[0].split()[0])

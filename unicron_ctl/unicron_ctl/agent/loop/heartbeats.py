@@ -36,6 +36,8 @@ class Heartbeats:
         self._since = 0.0
         self._stood: dict[int, tuple[object, ...]] = {}
         """The standing of the ranks by the last brief form since then; empty if it said nothing of that."""
+        self._points: dict[int, tuple[int, str, list[int]]] = {}
+        """The iteration, the phase and the micro-batches of the ranks when the last status was made."""
 
     def doubt(self) -> None:
         """Send the next status whole: the controller may need more than progress."""
@@ -48,13 +50,14 @@ class Heartbeats:
 
     def form(self, status: wire.Status, now: float) -> wire.Status | wire.Going:
         """Return the message for this status. The ranks' statuses in it may change afterwards."""
-        whole = self._whole
+        whole, worked = self._whole, self._note_points(status.ranks)
         if whole is not None and now < self._since + WHOLE_EVERY * self.period and _goes_on(whole, status):
-            stand = {slot: _standing(rank) for slot, rank in status.ranks.items()}
-            rests = any(rank.state != "running" for rank in status.ranks.values())
+            ranks = status.ranks
+            stand = {slot: _standing(rank) for slot, rank in ranks.items()}
+            rests = any(rank.state != "running" for rank in ranks.values())
             moved = any(_standing(whole.ranks[slot]) != where for slot, where in stand.items())
             news = rests or moved or bool(self._stood)
-            if not news or rests or stand != self._stood:
+            if not news or ((rests or stand != self._stood) and all(map(_can_be_said, ranks.values()))):
                 self._stood = stand if news else {}
                 return wire.Going(
                     job=status.job,
@@ -63,20 +66,36 @@ class Heartbeats:
                     sent=status.sent,
                     number=status.number,
                     on=whole.number,
-                    progress=progress(status.ranks, news),
+                    progress=progress(ranks, news),
                     moved=status.moved,
                     tables=status.tables,
-                    done={slot: rank.done for slot, rank in status.ranks.items() if rank.done} if news else {},
+                    done={slot: rank.done for slot, rank in ranks.items() if rank.done} if news else worked,
                 )
         self._since, self._stood = now, {}
         self._whole = copy.copy(status)
         self._whole.ranks = {slot: copy.copy(rank) for slot, rank in status.ranks.items()}
         return status
 
+    def _note_points(self, ranks: dict[int, structs.RankStatus]) -> dict[int, list[int]]:
+        """Note where the ranks are. Return the micro-batches of those that have finished one, and are otherwise where
+        they were: nothing else shows that such a rank does not hang."""
+        before = self._points
+        self._points = {slot: (rank.iteration, rank.phase, list(rank.done)) for slot, rank in ranks.items()}
+        return {
+            slot: point[2]
+            for slot, point in self._points.items()
+            if slot in before and before[slot] != point and before[slot][:2] == point[:2]
+        }
+
 
 def _standing(rank: structs.RankStatus) -> tuple[object, ...]:
     """Return where the rank stands, which a brief form says of all ranks or of none."""
     return rank.state, rank.generation, rank.entering, rank.broken, tuple(rank.kept)
+
+
+def _can_be_said(rank: structs.RankStatus) -> bool:
+    """Say whether a brief form can say where the rank stands (:attr:`structs.Progress.states`)."""
+    return rank.state != "running" or rank.generation > 0
 
 
 def _goes_on(whole: wire.Status, status: wire.Status) -> bool:

@@ -165,4 +165,5 @@ class Registrations:
         live.note_word(agent, view.now)
         job.touched.add(message.element)
         job.changed.update(record.slots)
+        job.notice_agent(agent)  # it may have been lost, and its ranks need not change again
         self._carry_out(Outcome(sends=[Send(route, welcome(view, job.state))]))

@@ -181,16 +181,23 @@ def _nothing_to_leave(view: View, agent: AgentView) -> str:
 def _explain_late(view: View, event: records.NodeEvent, out: Outcome) -> None:
     """Amend failures of ranks whose ends were reported before the node's event."""
     job = view.state.jobs.get(event.of_job)
-    for failure in job.failures if job is not None else ():
+    failures = job.failures if job is not None else ()
+    # Those of processes that have ended, too: their successors are in their places.
+    pids = {*pids_on(view, event.node), *(seen.pid for failure in failures for seen in failure.record.exits)}
+    for failure in failures:
         if _may_explain(failure, event, view.now):
             record = failure.record
             cause = view.classifier.table.causes.get(record.cause)
             scope = cause.scope if cause else "unknown"
             rule = "exit-default" if scope == "unknown" else ""
             own = Verdict(record.cause, Severity(record.severity), "", record.reason, rule, scope)
-            if explains(event, record.exit_code or 0, record.pid or 0, own, pids_on(view, event.node)):
+            ended = {seen.slot: seen.pid for seen in record.exits if seen.pid}
+            ended = ended or dict.fromkeys(record.slots, record.pid or 0)  # a record of release 0.2
+            hit = [slot for slot, pid in ended.items() if explains(event, record.exit_code or 0, pid, own, pids)]
+            if hit:
                 full = merge_verdicts(own, event, failure.detected_at - event.at)
-                verdict = records.FailureVerdict(failure=failure.id, cause=full.cause, reason=full.reason)
+                some = hit if len(hit) < len(record.slots) else []
+                verdict = records.FailureVerdict(failure=failure.id, slots=some, cause=full.cause, reason=full.reason)
                 out.record(job, verdict)
 
 

@@ -129,12 +129,20 @@ def _exit_failure(
         lived=end.lived,
         fault_at=finding.fault.at if finding.fault else None,
         escalation=memory if memory is None else replace(memory, slot=slots[0], others=slots[1:]),
-        exits=[records.SeenExit(slot=s, agent=identity.agent, incarnation=identity.incarnation) for s in slots],
+        exits=[
+            records.SeenExit(slot=slot, agent=identity.agent, incarnation=identity.incarnation, pid=_pid(job, slot))
+            for slot in slots
+        ],
         leave_out=dict.fromkeys(inside_of(state, slots), _end_words(end, finding)),
     )
     how = f"exited with {end.code}" if finding.by == "process exit" else "ends by an exception"
     why = f"{how}: {verdict.cause}"
     return with_remedy(view, job, record, decision, why, identity.incarnation + 1)
+
+
+def _pid(job: JobView, slot: int) -> int:
+    status = job.status(slot)
+    return status.pid if status is not None else 0
 
 
 def _own_word(job: JobState, verdict: Verdict, end: Exit) -> Verdict:

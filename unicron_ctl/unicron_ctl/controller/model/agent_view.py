@@ -32,6 +32,8 @@ class LastWord(NamedTuple):
 
 def _is_news(old: RankStatus, rank: RankStatus) -> bool:
     """Whether the status says more than the old one, but for its time and the vitals of the process."""
+    if rank.iteration != old.iteration or rank.phase != old.phase:  # the usual case; the comparison takes long
+        return True
     return rank != msgspec.structs.replace(
         old,
         changed=rank.changed,
@@ -113,8 +115,6 @@ class AgentView:
     """If its ranks are all there, and none reports an end, a fault or a note; None if they differ."""
     one_incarnation: int | None = None
     """The incarnation of all its processes, by the last whole status; None if they differ."""
-    stood: bool = False
-    """Whether a brief form has said where its ranks stand since that status."""
     quiet: bool = False
     """Whether none did in the last whole status."""
     keeps: bool = False
@@ -158,7 +158,7 @@ class AgentView:
         """Takes in a status of this agent, except for slots of others. Returns the slots whose state has changed, none
         if a newer status came before it.
 
-        An agent dates every change of a rank (`changed`), so nothing else is compared.
+        An agent dates every change of a rank (`changed`), so a rank with the same date is not looked at closely.
         """
         self.last_heard = now
         if status.number and status.number <= self.number:
@@ -178,7 +178,7 @@ class AgentView:
             if old is None or old.incarnation != rank.incarnation:
                 differs = True
             else:  # a brief form does not say when a rank changed
-                differs = old.changed != rank.changed and (not self.stood or _is_news(old, rank))
+                differs = old.changed != rank.changed and _is_news(old, rank)
             if differs:
                 changed.append(slot)
                 self._note_change(slot, old, rank, now)
@@ -187,7 +187,6 @@ class AgentView:
             if rank.replica > 1 or rank.shards:
                 self.keeps = True
             ranks[slot] = rank
-        self.stood = False
         self._sum_up()
         self.one_incarnation = self.common.incarnation if self.common is not None else None
         return changed
@@ -226,6 +225,11 @@ class AgentView:
         for part in message.progress:
             others = self.ranks.keys() - apart if apart else self.ranks
             changed += self._go_on(part, part.slots or others, now)
+        for slot, done in message.done.items():
+            rank = self.ranks.get(slot)
+            if rank is not None and rank.done != done:
+                rank.done, self.progress[slot] = done, now
+                changed.append(slot)
         return changed
 
     def _go_on(self, part: Progress, slots: Iterable[int], now: float) -> list[int]:
@@ -248,7 +252,7 @@ class AgentView:
 
     def _on_standing(self, message: wire.Going, now: float) -> list[int]:
         """Takes in where its ranks stand. Returns the slots of which that is new."""
-        self.in_step, self.can_enter, self.stood = -1, None, True
+        self.in_step, self.can_enter = -1, None
         changed, parts = list[int](), message.progress
         apart = {slot for part in parts for slot in part.slots} if len(parts) > 1 else ()
         for part in parts:

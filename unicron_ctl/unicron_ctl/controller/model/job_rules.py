@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections.abc import Iterable
@@ -109,7 +110,8 @@ def on_exit_noted(job: JobState, event: Event, record: records.ExitNoted) -> Non
 
 # ---------------------------------------------------------------- failures
 def on_failure_detected(job: JobState, event: Event, record: records.FailureDetected) -> None:
-    kept = msgspec.structs.replace(record, leave_out={}, exits=[], escalation=None)  # these are for the fold alone
+    ends = [seen for seen in record.exits if seen.pid]  # for lines of the kernel that come later
+    kept = msgspec.structs.replace(record, leave_out={}, exits=ends, escalation=None)  # the rest is for the fold alone
     job.failures.append(Failure(event.id, event.job, event.time, kept))
     if record.noted is not None:
         _slot(job, record.slots[0]).noted = record.noted
@@ -150,6 +152,8 @@ def on_failure_verdict(job: JobState, event: Event, record: records.FailureVerdi
     failure = job.failure(record.failure)
     if failure is None:
         return
+    if record.slots and set(record.slots) < set(failure.record.slots):
+        failure = _split(job, failure, record.slots, event.id)
     failure.slurm = failure.slurm if record.slurm is None else record.slurm
     verdict = {
         "severity": record.severity,
@@ -159,6 +163,20 @@ def on_failure_verdict(job: JobState, event: Event, record: records.FailureVerdi
     }
     news = {name: value for name, value in verdict.items() if value is not None}
     failure.record = msgspec.structs.replace(failure.record, **news)
+
+
+def _split(job: JobState, failure: Failure, slots: list[int], number: int) -> Failure:
+    """Makes a part of the failure one of its own, with this number."""
+    record, replace = failure.record, msgspec.structs.replace
+    part = copy.copy(failure)
+    part.id, part.actions = number, list(failure.actions)
+    mine = [seen for seen in record.exits if seen.slot in slots]
+    others = [seen for seen in record.exits if seen.slot not in slots]
+    rest = [slot for slot in record.slots if slot not in slots]
+    part.record = replace(record, slots=slots, exits=mine, pid=mine[0].pid if mine else record.pid)
+    failure.record = replace(record, slots=rest, exits=others, pid=others[0].pid if others else record.pid)
+    job.failures.append(part)
+    return part
 
 
 def on_failure_action(job: JobState, event: Event, record: records.FailureAction) -> None:
@@ -342,7 +360,7 @@ def on_step(job: JobState, event: Event, record: records.Step) -> None:
     job.iterations_wanted = record.train_iterations or job.iterations_wanted
     job.recent.append((record.nodes, record.seconds, record.flops))
     rates = [f / s for count, s, f in job.recent if count == record.nodes and s > 0 and f > 0]
-    if rates:
+    if rates and record.nodes:  # 0: the step was reported after all members were lost
         job.measured[record.nodes] = statistics.median(rates)
     if job.mode.keeps_state:  # a plain program may do the same few iterations again and again
         job.worked = job.members

@@ -121,7 +121,7 @@ class Counts:
         if isinstance(record, records.FailureDetected):
             self._note_failure(event, record)
         elif isinstance(record, records.FailureVerdict):
-            self._note_verdict(record)
+            self._note_verdict(event, record)
         elif isinstance(record, records.Step):
             self._note_step(job, event.time - record.ago, record.ranks)
         elif isinstance(record, records.JobEnded | records.JobSetAside):
@@ -146,14 +146,16 @@ class Counts:
             self._hit.setdefault(job, (event.time, self._ranks[job]))
             self._waiting.add(job)
 
-    def _note_verdict(self, record: records.FailureVerdict) -> None:
+    def _note_verdict(self, event: Event, record: records.FailureVerdict) -> None:
+        if record.slots:  # a part of the failure is one of its own from now on
+            self.failed[event.job] += 1
         before = self._judged.get(record.failure)
         if before is None:
             return
         severity = before[1] if record.severity is None else record.severity
         now = record.cause or before[0], severity
         if now != before:
-            self._judged[record.failure] = now
+            self._judged[event.id if record.slots else record.failure] = now
             self._verdicts.labels(self._cause(now[0]), str(now[1])).inc()
 
     def _cause(self, cause: str) -> str:

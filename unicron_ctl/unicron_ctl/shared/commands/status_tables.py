@@ -18,7 +18,7 @@ from unicron_ctl.shared.commands.times import duration, short
 from unicron_ctl.shared.protocol.answer_schema import Explanation, Failure, Job, JobBase, Node, NodeEvent, Status
 from unicron_ctl.shared.slurm.host_lists import fold, natural
 from unicron_ctl.shared.system.columns import Cell, Listing
-from unicron_detector.words import plural
+from unicron_detector.words import number_spans, plural
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 STATE_STYLES = {
@@ -110,7 +110,7 @@ JOB_COLUMNS = (
 FAILURE_COLUMNS = (
     Column("when", lambda failure: short(failure.detected_at)),
     Column("jobid", lambda failure: failure.job),
-    Column("where", lambda failure: failure.node if failure.kind == "node" else f"slot{failure.slot}"),
+    Column("where", lambda failure: failure.node if failure.kind == "node" else slots_of(failure).replace(" ", "")),
     Column("sev", lambda failure: str(failure.severity)),
     Column("cause", lambda failure: failure.cause),
     Column("by", lambda failure: failure.detected_by.replace(" ", "-"), leaves=1),
@@ -420,9 +420,14 @@ def obstacles(data: Explanation) -> list[str]:
     return lines
 
 
+def slots_of(failure: Failure) -> str:
+    """Return "slot 4" or "slots 4-7"."""
+    return number_spans("slot", failure.slots)
+
+
 def failure_text(failure: Failure) -> str:
     """Return a failure and the time of its recovery in a few words."""
-    where = failure.node if failure.kind == "node" else f"slot {failure.slot}"
+    where = failure.node if failure.kind == "node" else slots_of(failure)
     again = again_after(failure)
     done = f", trained again after {again:.2f} s" if again is not None else ""
     return f"{short(failure.detected_at)} {failure.kind} {where} SEV{failure.severity}{done}"

@@ -38,12 +38,14 @@ class _Sums:
         match record:
             case records.FailureDetected():
                 self.failures[event.id] = record.cause, record.severity, record.node, event.job
-                self._job(event.job).failures += 1
-                if record.node:
-                    self.nodes[record.node]["failures"] += 1
+                self._count(record.node, event.job)
             case records.FailureVerdict() if record.failure in self.failures:
                 cause, severity, node, job = self.failures[record.failure]
-                self.failures[record.failure] = record.cause or cause, record.severity or severity, node, job
+                number = record.failure
+                if record.slots:  # a part of it is a failure of its own from now on
+                    number = event.id
+                    self._count(node, job)
+                self.failures[number] = record.cause or cause, record.severity or severity, node, job
             case records.JobHealed():
                 self._add_healing(self._job(event.job), record)
             case records.NodeLost():
@@ -56,6 +58,11 @@ class _Sums:
                 self.jobs[event.job].ended_with = record.code
             case _:
                 pass
+
+    def _count(self, node: str, job: str) -> None:
+        self._job(job).failures += 1
+        if node:
+            self.nodes[node]["failures"] += 1
 
     def _add_healing(self, job: JobSum, record: records.JobHealed) -> None:
         lost = record.lost_seconds * record.nodes / HOUR

@@ -150,7 +150,8 @@ class Going(Message, tag="going"):
     moved: ranges.Count = 0
     tables: StepTables = []
     done: ranges.Assignment = {}
-    """If they say it: slot -> the micro-batches in its gradient, if there are any."""
+    """slot -> the micro-batches in its gradient: if they say where the ranks stand, of all that have any; else of those
+    that have finished one since the agent's last message and have not come to another phase."""
 
     def __post_init__(self) -> None:
         if len(self.progress) == 1:

@@ -296,3 +296,15 @@ def test_a_late_heartbeat_changes_nothing():
     assert known.on_going(sent(newer), 1.0) == list(SLOTS) and known.on_going(sent(older), 1.1) == []
     assert {rank.iteration for rank in known.ranks.values()} == {8} and known.last_heard == 1.1
     assert known.on_going(sent(newer), 1.2) == [] and known.progress == dict.fromkeys(SLOTS, 1.0)
+
+
+def test_whatever_a_rank_says_of_itself_ends_no_agent():
+    """Defect: a rank that ran in no generation was taken for one of which no standing is said, beside another that
+    waits: the message could not be made."""
+    heartbeats, status = chooser(), trained(2)
+    status.ranks[4].generation, status.ranks[5].state = 0, "waiting"
+    message = sent(heartbeats.form(status, 1.0))
+    view = AgentView("1", 2, "a", "n3", (b"a",), list(SLOTS), 0.0)
+    view.on_status(trained(), 0.0)
+    assert view.on_status(message, 1.0) if isinstance(message, wire.Status) else view.on_going(message, 1.0)
+    assert (view.ranks[4].generation, view.ranks[5].state) == (0, "waiting")

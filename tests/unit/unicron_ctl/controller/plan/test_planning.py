@@ -6,8 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.world import FakeAgent, World
+from unicron_ctl.controller.model.job_rules import on_step
+from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.plan.inputs import inputs
 from unicron_ctl.controller.plan.planning import JobInput, plan, scenario, throughput
+from unicron_ctl.shared.log import records
+from unicron_ctl.shared.log.records import Event
+from unicron_ctl.shared.protocol.structs import Settings
 
 job_inputs = st.builds(
     lambda name, weight, low, more, nodes, lost, rate: JobInput(
@@ -117,3 +122,13 @@ def test_without_slurm_a_job_is_planned_for_no_more_nodes_than_it_has_agents():
         FakeAgent(world, "1", element, f"n{element + 1}", nodes=1 << 22, min_nodes=1 << 21).register()
     (found,) = inputs(world.core.view, [world.job("1")])
     assert (found.min_nodes, found.max_nodes, found.trains) == (2, 2, 2) and len(throughput(found, 1.0)) == 2
+
+
+def test_a_step_that_is_reported_after_the_loss_of_all_members_measures_nothing() -> None:
+    """Defect: it measured a throughput of no nodes, and a division by zero ended each planning."""
+    job = JobState("1", Settings(name="x", user="ann"), 0.0)
+    step = {"iteration": 1, "loss": 1.0, "seconds": 1.0, "flops": 1e15, "train_iterations": 9}
+    for number, nodes in enumerate((2, 0)):
+        record = records.Step(ranks=nodes, nodes=nodes, micro_batches=8, computed=8, **step)
+        on_step(job, Event(number + 1, 1.0 + number, "1", 1, record), record)
+    assert job.measured == {2: 1e15}

@@ -1,5 +1,6 @@
 """Changes that all ranks of a large job make at once call for no close look at each rank; odd ones still do."""
 
+import copy
 import dataclasses
 import tracemalloc
 from collections.abc import Collection
@@ -203,6 +204,58 @@ def test_of_a_process_that_has_a_successor_only_its_last_word_is_kept() -> None:
     agents[1].set(3, state="starting", incarnation=1, exit=None, done=[], iteration=-1)
     view = world.core.view.live.agent("1", 1)
     assert view is not None and view.before == {3: LastWord(0, 1, "computing", [3])}
+
+
+def test_a_rank_that_finishes_micro_batches_after_a_break_is_not_taken_for_one_that_hangs() -> None:
+    """Defect: a Break that was repeated led to a whole status no longer, and the brief form says no micro-batches of
+    ranks that run on: a slow rank was ended after 10 s."""
+    world = World()
+    agents = world.start_job(nodes=3, ranks=2)
+    world.iterate("1", 0)
+    slow = agents[2]
+    slow.obedient = False
+    agents[0].die(0)
+    for turn in range(12):
+        world.run(2.0)
+        for slot in slow.slots:
+            rank = slow.ranks[slot] = copy.copy(slow.ranks[slot])
+            rank.done, rank.changed = [*rank.done, turn], world.now
+    assert not [e for e in world.log if e.kind == "failure_detected" and e.record.cause == "task_hang"]
+
+
+def test_a_micro_batch_that_ends_in_an_undisturbed_iteration_is_said_at_once_and_counts_once() -> None:
+    """Defect: the next whole status said it up to ten heartbeats late, so a plan that not all entered was given up so
+    much later. Such a status also counted as progress of ranks that had stood still since a brief form."""
+    world = World()
+    agents = world.start_job(nodes=2, ranks=2)
+    world.run(1.0)
+    world.iterate("1", 0)
+    world.run(1.0)
+    view = world.core.view.live.agent("1", 0)
+    assert view is not None
+    rank = agents[0].ranks[1] = copy.copy(agents[0].ranks[1])
+    rank.done, rank.changed, still, began = [0], world.now, view.progress[0], world.now
+    world.run(20.0)
+    assert view.progress[0] == still and began < view.progress[1] < began + 1.0 and view.ranks[1].done == [0]
+
+
+def test_a_lost_agent_that_registers_again_can_join() -> None:
+    """Defect: its ranks had not changed, so that the element never counted as ready again, and the job never formed."""
+    world = World()
+    agents = [FakeAgent(world, "1", e, f"n{e + 1}", 2, nodes=3, min_nodes=3) for e in range(3)]
+    for agent in agents[:2]:
+        agent.register()
+        agent.ready()
+    world.run(1.0)
+    agents[1].silent = True
+    world.run(30.0)
+    agents[1].silent = False
+    agents[1].register()
+    world.run(3.0)
+    agents[2].register()
+    agents[2].ready()
+    world.run(30.0)
+    assert world.job().phase is Phase.RUNNING
 
 
 @pytest.mark.by_hand

@@ -71,3 +71,10 @@ def test_a_look_back_takes_the_newest_in_order_and_says_where_it_was_cut(store: 
     assert [event.id for event in of_one.events] == [2] and of_one.cut is None, "others' events do not count"
     found = store.since(kinds, 9.0, limit=2)
     assert [event.time for event in found.events] == [40.0, 99.0] and found.cut == (8, 31.0)
+
+
+def test_a_part_of_a_failure_that_gets_another_cause_is_a_failure_of_its_own() -> None:
+    part = records.FailureVerdict(failure=1, slots=[1], cause="oom")
+    found = week([Event(1, 1.0, "7", 1, failure("unknown", "n1")), Event(2, 2.0, "7", 1, part)], 0.0, 9.0, 100.0)
+    assert [(one.cause, one.failures) for one in found.causes] == [("oom", 1), ("unknown", 1)]
+    assert found.jobs[0].failures == found.nodes[0].failures == 2

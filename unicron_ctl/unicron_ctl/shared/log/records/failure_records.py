@@ -27,6 +27,7 @@ class SeenExit(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     agent: str
     incarnation: int
+    pid: int = 0  # 0 in records of release 0.2
 
 
 class FailureDetected(Record, frozen=True, tag="failure_detected"):
@@ -62,6 +63,7 @@ class FailureVerdict(Record, frozen=True, tag="failure_verdict"):
     """A failure was judged anew; None leaves a field as it was."""
 
     failure: int
+    slots: list[int] = []  # those of its slots that it is about, which become a failure of their own; empty: all
     severity: int | None = None
     cause: str | None = None
     action: str | None = None
