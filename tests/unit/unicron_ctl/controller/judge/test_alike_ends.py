@@ -14,7 +14,6 @@ from unicron_ctl.controller.judge import rank_failures
 from unicron_ctl.controller.model.job_state import Phase
 from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.protocol import structs, wire
-from unicron_ctl.web import page_view
 
 
 def end(agent: FakeAgent, codes: Mapping[int, int], lived: float = 600.0) -> None:
@@ -160,4 +159,3 @@ def test_texts_about_a_failure_of_several_name_all_of_them() -> None:
     failure = failure_answer(world.job().failures[-1])
     assert " rank slots 4-7 SEV2" in status_tables.failure_text(failure)
     assert "slots4-7" in [column.cell(failure) for column in status_tables.FAILURE_COLUMNS]
-    assert page_view._failure(failure)["where"] == "slots 4-7 on n2"
