@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -220,11 +220,9 @@ class AgentView:
         self.number, self.status.moved = message.number, message.moved
         if message.progress[0].states:
             return self._on_standing(message, now)
-        apart = {slot for part in message.progress for slot in part.slots}
         changed: list[int] = []
-        for part in message.progress:
-            others = self.ranks.keys() - apart if apart else self.ranks
-            changed += self._go_on(part, part.slots or others, now)
+        for part, slots in self._parts(message):
+            changed += self._take_in_point(part, slots, now)
         for slot, done in message.done.items():
             rank = self.ranks.get(slot)
             if rank is not None and rank.done != done:
@@ -232,7 +230,13 @@ class AgentView:
                 changed.append(slot)
         return changed
 
-    def _go_on(self, part: Progress, slots: Iterable[int], now: float) -> list[int]:
+    def _parts(self, message: wire.Going) -> Iterator[tuple[Progress, Iterable[int]]]:
+        """Yields each part of a brief form with its slots."""
+        apart = {slot for part in message.progress for slot in part.slots}
+        for part in message.progress:
+            yield part, part.slots or (self.ranks.keys() - apart if apart else self.ranks)
+
+    def _take_in_point(self, part: Progress, slots: Iterable[int], now: float) -> list[int]:
         """Brings the slots to this point, and returns those that were not there yet."""
         ranks, progress, iteration, phase = self.ranks, self.progress, part.iteration, part.phase
         changed: list[int] = []
@@ -254,11 +258,8 @@ class AgentView:
         """Takes in where its ranks stand. Returns the slots of which that is new."""
         self.in_step, self.can_enter = -1, None
         changed, parts = list[int](), message.progress
-        apart = {slot for part in parts for slot in part.slots} if len(parts) > 1 else ()
-        for part in parts:
-            changed += self._stand(
-                part, part.slots or (self.ranks.keys() - apart if apart else self.ranks), message.done, now
-            )
+        for part, slots in self._parts(message):
+            changed += self._take_in_standing(part, slots, message.done, now)
             self.newest = max(self.newest, part.generation, part.entering)
         self.progress.update(dict.fromkeys(changed, now))
         stands = {(part.state, part.generation, part.entering, part.broken) for part in parts}
@@ -268,7 +269,9 @@ class AgentView:
             self._sum_up()
         return changed
 
-    def _stand(self, part: Progress, slots: Iterable[int], done: Mapping[int, list[int]], now: float) -> list[int]:
+    def _take_in_standing(
+        self, part: Progress, slots: Iterable[int], done: Mapping[int, list[int]], now: float
+    ) -> list[int]:
         """Brings the slots to this standing, and returns those of which that is new."""
         ranks, kept, changed = self.ranks, part.kept, list[int]()
         stand = part.state, part.generation, part.entering, part.broken
