@@ -12,17 +12,23 @@ def plural(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
+def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the numbers, in order, as runs (first, last): 16,384 in a row are one pair."""
+    pairs: list[tuple[int, int]] = []
+    for number in numbers:
+        if pairs and pairs[-1][1] == number - 1:
+            pairs[-1] = pairs[-1][0], number
+        else:
+            pairs.append((number, number))
+    return pairs
+
+
 def number_spans(what: str, numbers: Iterable[int]) -> str:
     """ "slot 4", "slots 4-7", "slots 1, 4-7": after MOST_SPANS of them only how many more there are."""
-    spans: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1][1:] = [number]
-        else:
-            spans.append([number])
-    words = ["-".join(map(str, span)) for span in spans[:MOST_SPANS]]
-    hidden = sum(span[-1] - span[0] + 1 for span in spans[MOST_SPANS:])
-    several = len(spans) > 1 or any(len(span) > 1 for span in spans)
+    spans = runs(sorted(set(numbers)))
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in spans[:MOST_SPANS]]
+    hidden = sum(last - first + 1 for first, last in spans[MOST_SPANS:])
+    several = len(spans) > 1 or any(first < last for first, last in spans)
     return f"{what}{'s' if several else ''} {', '.join(words)}{f' and {hidden} more' if hidden else ''}"
 
 

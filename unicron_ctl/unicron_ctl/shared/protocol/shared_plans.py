@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from unicron_ctl.shared.protocol import ranges, structs, wire
+from unicron_detector.words import runs
 from unicron_transition.generations import layout
 
 
@@ -36,17 +37,6 @@ class PlanCommon(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 _ALIKE = [name for name in PlanCommon.__struct_fields__ if name not in ("members", "joiners", "proposers", "nodes")]
-
-
-def runs(slots: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the slots, in order, as runs (first, last): 16,384 members are one pair."""
-    pairs: list[tuple[int, int]] = []
-    for slot in slots:
-        if pairs and pairs[-1][1] == slot - 1:
-            pairs[-1] = pairs[-1][0], slot
-        else:
-            pairs.append((slot, slot))
-    return pairs
 
 
 def expand(pairs: Sequence[tuple[int, int]]) -> list[int]:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron_ctl.shared.protocol import ranges, shared_plans, structs, wire
+from unicron_detector import words
 
 SLOTS = st.lists(st.integers(0, 200), unique=True)
 PLANS = st.builds(
@@ -72,7 +73,7 @@ def test_only_those_who_lead_are_told_of_everybody():
 
 @given(SLOTS)
 def test_slots_as_runs_and_back(slots):
-    runs = shared_plans.runs(slots)
+    runs = words.runs(slots)
     assert shared_plans.expand(runs) == slots
     assert all(second[0] != first[1] + 1 for first, second in itertools.pairwise(runs)), "as few as can be"
 
