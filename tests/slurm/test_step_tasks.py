@@ -54,7 +54,9 @@ def test_the_tasks_of_a_node_train_as_its_ranks(site: Site) -> None:
         for task in (0, 1):
             rank = 2 * node + task
             assert lines.count(f"{task}: card {task + 5} rank {rank} of 4") == 2, site.logs()
-            assert lines.count(f"{task}: error of {task}") == 2, site.logs()
+            # The last line of a rank that was ended may lack its newline: srun goes on in it.
+            errors = [line for line in lines if re.fullmatch(rf"{task}: .*error of {task}", line)]
+            assert len(errors) == 2, site.logs()
             assert [line for line in lines if re.match(f"{task}: rank {rank} of 4 is through", line)], site.logs()
 
     (site.folder / "stop").unlink()
