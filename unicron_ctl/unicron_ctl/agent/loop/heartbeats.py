@@ -116,21 +116,15 @@ def _is_same(before: structs.RankStatus, rank: structs.RankStatus) -> bool:
     ):
         return False
     return rank == msgspec.structs.replace(
-        before,
+        before.with_vitals_of(rank),
         state=rank.state,
         generation=rank.generation,
         entering=rank.entering,
         broken=rank.broken,
         kept=rank.kept,
-        changed=rank.changed,
         iteration=rank.iteration,
         phase=rank.phase,
         done=rank.done,
-        iteration_seconds=rank.iteration_seconds,
-        loss=rank.loss,
-        process=rank.process,
-        idle=rank.idle,
-        waits=rank.waits,
     )
 
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
-
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.structs import Progress, RankStatus
 
@@ -34,15 +32,7 @@ def _is_news(old: RankStatus, rank: RankStatus) -> bool:
     """Whether the status says more than the old one, but for its time and the vitals of the process."""
     if rank.iteration != old.iteration or rank.phase != old.phase:  # the usual case; the comparison takes long
         return True
-    return rank != msgspec.structs.replace(
-        old,
-        changed=rank.changed,
-        iteration_seconds=rank.iteration_seconds,
-        loss=rank.loss,
-        process=rank.process,
-        idle=rank.idle,
-        waits=rank.waits,
-    )
+    return rank != old.with_vitals_of(rank)
 
 
 class Common(NamedTuple):

@@ -171,26 +171,18 @@ def check_members(view: View, job: JobView, slots: Iterable[int]) -> Outcome:
     """Report ends of processes, replaced members, and notes of ranks in these slots. Ends of one node's processes that
     are alike are one finding."""
     out, alike = Outcome(), dict[_End, list[int]]()
-    for slot in sorted(slots):
-        agent = job.agent(slot)
-        if agent is None:
-            continue
-        status = agent.ranks.get(slot)
-        end = _find_end(view, job, agent, slot, status)
-        if end is not None and status is not None:
-            if end not in alike:
-                out.findings.append(_end_finding(view, job, slot, status, end))
+    there = [(slot, agent, agent.ranks.get(slot)) for slot in sorted(slots) if (agent := job.agent(slot)) is not None]
+    for slot, agent, status in there:
+        if (end := _find_end(view, job, agent, slot, status)) is not None:
             alike.setdefault(end, []).append(slot)
+    ends = {group[0]: (end, group) for end, group in alike.items()}
+    for slot, agent, status in there:
+        if slot in ends and status is not None:
+            out.findings.append(_end_finding(view, job, status, *ends[slot]))
         for find in (_find_replaced, _find_note):
             finding = find(view, job, agent, slot, status)
             if finding is not None:
                 out.findings.append(finding)
-    if any(len(group) > 1 for group in alike.values()):
-        groups = {group[0]: tuple(group) for group in alike.values()}
-        out.findings = [
-            replace(one, slots=groups[one.slots[0]]) if one.what in (What.EXIT, What.WANTED_END) else one
-            for one in out.findings
-        ]
     return out
 
 
@@ -221,12 +213,13 @@ def _find_end(view: View, job: JobView, agent: AgentView, slot: int, status: Ran
     return _End(what, identity, end.code, end.oom, end.last_line, end.lived <= quick, fault_of)
 
 
-def _end_finding(view: View, job: JobView, slot: int, status: RankStatus, found: _End) -> Finding:
+def _end_finding(view: View, job: JobView, status: RankStatus, found: _End, slots: list[int]) -> Finding:
+    """Return the finding about alike ends. status: that of the first of these slots."""
     fault = (status.fault.cause or f"{status.fault.type}: {status.fault.text}") if status.fault else ""
     evidence = "\n".join(part for part in dict.fromkeys((fault, found.last_line)) if part)
     source, by = (Source.AGENT, "process exit") if status.exit else (Source.RANK, "exception")
     details = {"identity": found.identity, "exit": status.end, "fault": status.fault, "pid": status.pid}
-    return slot_finding(view, job, found.what, (slot,), source, evidence, by, **details)
+    return slot_finding(view, job, found.what, tuple(slots), source, evidence, by, **details)
 
 
 def apart(job: JobView, finding: Finding) -> list[Finding]:

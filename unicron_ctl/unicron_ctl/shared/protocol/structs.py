@@ -158,6 +158,18 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
             return Exit(code=1, at=self.fault.at, lived=self.fault.lived)
         return None
 
+    def with_vitals_of(self, other: RankStatus) -> RankStatus:
+        """Return this status with the time and the vitals of another, which change though the rank does nothing new."""
+        return msgspec.structs.replace(
+            self,
+            changed=other.changed,
+            iteration_seconds=other.iteration_seconds,
+            loss=other.loss,
+            process=other.process,
+            idle=other.idle,
+            waits=other.waits,
+        )
+
 
 # The phases of an iteration, in order; `reduce` includes the wait for the others, `outside` is the script's own code
 # before the iteration.
