@@ -1,7 +1,9 @@
 """The job's layout. A replica is the ranks that hold one copy of the model; a rank's place is its position in the
 replica (docs/design/generations.md). Pure and without torch, because the controller uses it too.
 
-A slot's place is fixed: `slot % size`, tensor fastest, then context, then pipeline. Its *home* replica is `slot //
+A slot's place is fixed: `slot % size`, tensor fastest, then context, then lane, then pipeline. Ranks of one *lane* compute
+the same micro-batches; a replica has several lanes if its parameters are sharded or its experts are shared, and all of
+them compute at the same time. A slot's *home* replica is `slot //
 size`, but after losses a replica may be composed of slots from different homes. Members of a generation are listed
 replica by replica: `members[d * size : (d + 1) * size]` is data-parallel replica d in the order of its places, and the
 member with place 0 is its *head*.
@@ -38,6 +40,8 @@ class Layout:
     >>> layout = unicron.Layout(tensor=2, pipeline=4)
     >>> layout.size, layout.text
     (8, 'TP2 PP4')
+    >>> unicron.Layout(shard=2).text
+    'F2'
     """
 
     tensor: int = 1
@@ -46,43 +50,64 @@ class Layout:
     """Ranks that share its sequences."""
     pipeline: int = 1
     """Ranks that share its layers."""
+    shard: int = 1
+    """Ranks over which `fully_shard` shards a module's parameters, each with micro-batches of its own."""
+    expert: int = 1
+    """Data-parallel ranks that share Megatron's experts, each with micro-batches of its own."""
 
     def __post_init__(self) -> None:
-        if min(self.tensor, self.context, self.pipeline) < 1:
+        if min(self.tensor, self.context, self.pipeline, self.shard, self.expert) < 1:
             raise ValueError(f"a layout has at least one rank in each direction, not {self}")
 
     @property
     def size(self) -> int:
         """Ranks of a replica."""
-        return self.tensor * self.context * self.pipeline
+        return self.tensor * self.context * self.lanes * self.pipeline
+
+    @property
+    def lanes(self) -> int:
+        """Micro-batches that a replica computes at the same time."""
+        return self.shard * self.expert
 
     @property
     def text(self) -> str:
         """The layout in words, "TP2 PP2"; empty if each rank is a replica."""
-        named = (("TP", self.tensor), ("CP", self.context), ("PP", self.pipeline))
+        named = (
+            ("TP", self.tensor),
+            ("CP", self.context),
+            ("F", self.shard),
+            ("EP", self.expert),
+            ("PP", self.pipeline),
+        )
         return " ".join(f"{name}{count}" for name, count in named if count > 1)
 
-    def place(self, tensor: int = 0, context: int = 0, pipeline: int = 0) -> int:
+    def place(self, tensor: int = 0, context: int = 0, pipeline: int = 0, lane: int = 0) -> int:
         """Return the place, 0 to size - 1, of the rank with these parallel ranks."""
-        return tensor + self.tensor * (context + self.context * pipeline)
+        return tensor + self.tensor * (context + self.context * (lane + self.lanes * pipeline))
 
     def coordinate(self, place: int) -> Coordinate:
-        """Return the inverse of :meth:`place`."""
+        """Return the parallel ranks of a place; with :meth:`lane` the inverse of :meth:`place`."""
         rest, tensor = divmod(place, self.tensor)
-        pipeline, context = divmod(rest, self.context)
-        return Coordinate(tensor, context, pipeline)
+        rest, context = divmod(rest, self.context)
+        return Coordinate(tensor, context, rest // self.lanes)
+
+    def lane(self, place: int) -> int:
+        """Return the lane of a place, 0 to lanes - 1."""
+        return place // (self.tensor * self.context) % self.lanes
 
     def megatron_rank(self, replica: int, place: int, replicas: int) -> int:
         """Return the rank's number in Megatron-core's order "tp-cp-ep-dp-pp" (`parallel_state.RankGenerator`)."""
         tensor, context, pipeline = self.coordinate(place)
-        return tensor + self.tensor * (context + self.context * (replica + replicas * pipeline))
+        data = self.lanes * replica + self.lane(place)
+        return tensor + self.tensor * (context + self.context * (data + self.lanes * replicas * pipeline))
 
     def from_megatron_rank(self, rank: int, replicas: int) -> tuple[int, int]:
         """Return (replica, place): the inverse of :meth:`megatron_rank`."""
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
+        rest, lane = divmod(rest, self.lanes)
         pipeline, replica = divmod(rest, replicas)
-        return replica, self.place(tensor, context, pipeline)
+        return replica, self.place(tensor, context, pipeline, lane)
 
 
 class StatedLayout(NamedTuple):
@@ -100,17 +125,17 @@ class StatedLayout(NamedTuple):
 
 
 def parse_layout(text: str) -> StatedLayout:
-    """Parse a layout such as "TP2 PP2" or "PP4 VPP2". Raises ValueError, one line."""
+    """Parse a layout such as "TP2 PP2", "PP4 VPP2" or "TP2 F4". Raises ValueError, one line."""
     sizes: dict[str, int] = {}
     for word in text.split():
-        match = re.fullmatch(r"(TP|PP|VPP)([1-9]\d{0,4})", word)
+        match = re.fullmatch(r"(TP|PP|VPP|F)([1-9]\d{0,4})", word)
         if match is None or match[1] in sizes:
             problem = "is no part of a layout" if match is None else "is one too many"
             raise ValueError(f'{word} {problem}: write it like "TP2 PP2 VPP2"')
         sizes[match[1]] = int(match[2])
     if not sizes:
         raise ValueError('a layout is missing: write it like "TP2 PP2"')
-    stated = StatedLayout(Layout(sizes.get("TP", 1), 1, sizes.get("PP", 1)), sizes.get("VPP", 1))
+    stated = StatedLayout(Layout(sizes.get("TP", 1), 1, sizes.get("PP", 1), sizes.get("F", 1)), sizes.get("VPP", 1))
     if stated.virtual > 1 and stated.layout.pipeline == 1:
         raise ValueError(f"{text}: VPP needs PP2 or more")
     return stated
@@ -161,6 +186,6 @@ def arrange(complete: Iterable[list[int]]) -> list[int]:
     return list(chain.from_iterable(sorted(complete)))
 
 
-def deal(total: int, replicas: int, replica: int) -> list[int]:
-    """Return the undisturbed assignment, which needs no message: micro-batch i belongs to replica i mod `replicas`."""
-    return list(range(replica, total, replicas))
+def deal(total: int, replicas: int, replica: int, lanes: int = 1) -> list[int]:
+    """Return the undisturbed assignment, which needs no message: the replicas take turns, `lanes` micro-batches each."""
+    return [index for index in range(total) if index // lanes % replicas == replica]

@@ -10,19 +10,24 @@ from unicron_transition.generations import layout
 from unicron_transition.generations.layout import Layout
 
 SIZES = st.integers(1, 4)
-LAYOUTS = st.builds(Layout, SIZES, SIZES, SIZES)
+LAYOUTS = st.builds(Layout, SIZES, SIZES, SIZES, SIZES, SIZES)
 
 
 @given(LAYOUTS)
 def test_a_place_and_its_coordinate_are_each_others_inverse(shape):
-    coordinates = [shape.coordinate(place) for place in range(shape.size)]
+    coordinates = [(*shape.coordinate(place), shape.lane(place)) for place in range(shape.size)]
     assert [shape.place(*coordinate) for coordinate in coordinates] == list(range(shape.size))
     assert len(set(coordinates)) == shape.size
 
 
-def test_tensor_is_fastest_then_context_then_pipeline():
-    shape = Layout(tensor=2, context=3, pipeline=2)
-    assert [shape.place(tensor=1), shape.place(context=1), shape.place(pipeline=1)] == [1, 2, 6]
+def test_tensor_is_fastest_then_context_then_lane_then_pipeline():
+    shape = Layout(tensor=2, context=3, pipeline=2, shard=5)
+    assert [shape.place(tensor=1), shape.place(context=1), shape.place(lane=1), shape.place(pipeline=1)] == [
+        1,
+        2,
+        6,
+        30,
+    ]
 
 
 @given(LAYOUTS, st.integers(1, 5))
@@ -40,9 +45,25 @@ def test_megatrons_order_has_the_replicas_between_tensor_and_pipeline():
     assert [shape.megatron_rank(1, place, 2) for place in range(4)] == [2, 3, 6, 7]
 
 
+def test_megatrons_order_has_the_lanes_of_a_replica_side_by_side():
+    """Its expert groups over 4 ranks with EP2 are (0, 1) and (2, 3)."""
+    shape = Layout(expert=2)
+    assert [[shape.megatron_rank(replica, place, 2) for place in range(2)] for replica in range(2)] == [[0, 1], [2, 3]]
+
+
+def test_replicas_take_turns_with_as_many_micro_batches_as_they_have_lanes():
+    assert [layout.deal(7, 2, replica, lanes=2) for replica in range(2)] == [[0, 1, 4, 5], [2, 3, 6]]
+
+
 @pytest.mark.parametrize(
     ("shape", "text"),
-    [(Layout(), ""), (Layout(2, 1, 2), "TP2 PP2"), (Layout(context=4), "CP4"), (Layout(8, 2, 4), "TP8 CP2 PP4")],
+    [
+        (Layout(), ""),
+        (Layout(2, 1, 2), "TP2 PP2"),
+        (Layout(context=4), "CP4"),
+        (Layout(8, 2, 4), "TP8 CP2 PP4"),
+        (Layout(2, shard=4), "TP2 F4"),
+    ],
 )
 def test_a_layout_for_people(shape, text):
     assert shape.text == text
