@@ -60,6 +60,53 @@ def test_ranks_of_another_layout_wait_and_the_job_says_what_to_do(snapshot):
     assert states(agents)[4] == states(agents)[5] == "entering" and world.job().waits == ""
 
 
+def test_ranks_beyond_a_multiple_of_the_replica_are_standbys_until_another_completes_one():
+    world = World()
+    agents = [FakeAgent(world, "1", element, f"n{element}", replica=2, lanes=2) for element in range(3)]
+    for agent in agents:
+        agent.register()
+        agent.ready()
+    world.run(3.0)
+    job = job_answer(world.core, world.job(), EVERYBODY)
+    assert (job.layout, job.members, job.replicas, job.standbys) == ("F2", [0, 1], 1, [2])
+    last = FakeAgent(world, "1", 3, "n3", replica=2, lanes=2)
+    last.register()
+    last.ready()
+    world.run(3.0)
+    assert job_answer(world.core, world.job(), EVERYBODY).standbys == []
+    boundary(world, 0.5)
+    assert world.job().order == [0, 1, 2, 3]
+
+
+def test_a_job_says_which_ranks_of_its_first_replica_are_missing(snapshot):
+    world = World()
+    for element in (0, 1, 3):
+        agent = FakeAgent(world, "1", element, f"n{element}", replica=4, lanes=4)
+        agent.register()
+        agent.ready()
+    world.run(1.0)
+    assert job_answer(world.core, world.job(), EVERYBODY).waits == "", "the others may just be starting"
+    world.run(2.0)
+    assert job_answer(world.core, world.job(), EVERYBODY).waits == snapshot
+
+
+def test_a_job_that_can_never_make_a_replica_ends_and_says_what_to_do(snapshot):
+    world = World()
+    agents = world.start_job(nodes=2, ranks=1, replica=4, lanes=4)
+    assert world.job().ended.code == 1 and world.job().ended.reason == snapshot
+    assert {message.code for agent in agents for message in agent.orders(wire.End)} == {1}
+
+
+def test_one_rank_of_another_layout_does_not_end_the_job():
+    world = World()
+    agents = [FakeAgent(world, "1", element, f"n{element}", nodes=2, replica=size) for element, size in ((0, 1), (1, 4))]
+    for agent in agents:
+        agent.register()
+        agent.ready()
+    world.run(5.0)
+    assert world.job().ended is None
+
+
 def test_a_loss_takes_out_its_replica_and_the_living_rank_waits_with_its_state():
     world, agents = started()
     for agent in agents:

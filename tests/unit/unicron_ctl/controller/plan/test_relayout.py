@@ -286,6 +286,33 @@ def test_a_model_rules_out_what_does_not_fit():
     assert list(job["layouts"]) == ["TP4", "PP4"]
 
 
+def test_a_model_rules_out_too_few_shards():
+    """Its state has 234 GB, and a GPU 80."""
+    stage = Stage(nodes=4, elements=4, layouts=("F2", "F4"), model=MODEL, gres="gpu:h100:1")
+    assert stage.job.layout == "F4" and stage.job.plan.members == [0, 1, 2, 3]
+    (job,) = told(stage.world.core, "scenario")["job"]
+    assert list(job["layouts"]) == ["F4"]
+
+
+def test_the_plan_resizes_the_shard_groups(snapshot):
+    """Four nodes with a rank each: one group of four. Without the fourth, one of two, and the third waits."""
+    stage = Stage(nodes=4, elements=4, layouts=("F4", "F2"), saved=2)
+    assert (stage.job.layout, stage.job.plan.replica) == ("F4", 4)
+    assert stage.job.plan.assignment == {0: list(range(8))}
+    stage.train(4)
+    stage.power_off("n4")
+    stage.world.run(2.0)
+    assert (stage.job.layout, stage.job.phase) == ("F2", "forming")
+    stage.ready()
+    stage.world.run(3.0)
+    assert (stage.job.phase, stage.job.plan.members, stage.job.plan.replica) == ("running", [0, 1], 2)
+    assert stage.job.plan.assignment == {0: list(range(8))}
+    assert (stage.status().layout, stage.status().standbys) == ("F2", [2])
+    assert status_tables.replicas(stage.status()) == snapshot
+    stage.train(2)
+    stage.world.check_replay()
+
+
 def test_agents_with_other_layouts_are_refused(snapshot):
     stage = Stage(nodes=3, elements=3)
     late = FakeAgent(stage.world, "1", 2, "n3", nodes=3, layouts=("TP2",), name="late")
