@@ -196,6 +196,6 @@ def arrange(complete: Iterable[list[int]]) -> list[int]:
 
 
 def deal(total: int, replicas: int, replica: int, lanes: int = 1) -> list[int]:
-    """Return the undisturbed assignment, which needs no message: the replicas take turns, `lanes` micro-batches each."""
+    """Return the undisturbed assignment, which needs no message: the replicas take turns, with a round each."""
     rounds = range(replica * lanes, total, replicas * lanes)
     return [index for first in rounds for index in range(first, min(first + lanes, total))]

@@ -99,7 +99,9 @@ def test_a_job_that_can_never_make_a_replica_ends_and_says_what_to_do(snapshot):
 
 def test_one_rank_of_another_layout_does_not_end_the_job():
     world = World()
-    agents = [FakeAgent(world, "1", element, f"n{element}", nodes=2, replica=size) for element, size in ((0, 1), (1, 4))]
+    agents = [
+        FakeAgent(world, "1", element, f"n{element}", nodes=2, replica=size) for element, size in ((0, 1), (1, 4))
+    ]
     for agent in agents:
         agent.register()
         agent.ready()
