@@ -80,7 +80,8 @@ class Meshes:
         """Give the meshes the groups of a generation, by their names in the meshes. ranks: of this replica, by
         place."""
         for kind, made in self._made.items():
-            device_meshes.renew(made, self._own(kind, ranks)[0], {name: groups[name] for name in device_meshes.names_of(made)})
+            own = {name: groups[name] for name in device_meshes.names_of(made)}
+            device_meshes.renew(made, self._own(kind, ranks)[0], own)
 
 
 class WorldGroups:
