@@ -12,7 +12,8 @@ from unicron_ctl.controller.job import transitions
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.log import records
-from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.protocol import structs, wire
+from unicron_transition.snapshot.image_format import SHARD, STATE
 
 PAIR = ("TP2", "TP1")
 MODEL = {
@@ -311,6 +312,23 @@ def test_the_plan_resizes_the_shard_groups(snapshot):
     assert status_tables.replicas(stage.status()) == snapshot
     stage.train(2)
     stage.world.check_replay()
+
+
+@pytest.mark.parametrize(("kind", "mark", "fact"), [(STATE, "m", "remembers"), (SHARD, "00000", "sharded")])
+def test_nobody_waits_for_the_images_of_the_layout_before(kind, mark, fact, monkeypatch):
+    """Defect: those of places 0 and 1 of four counted as the newest state of a group of two, which fetched them for two
+    minutes in vain."""
+    monkeypatch.setattr(FakeAgent, "memory", True)
+    stage = Stage(nodes=4, elements=4, layouts=("F4", "F2"), saved=2)
+    stage.train(4)
+    stage.power_off("n4")
+    stage.world.run(2.0)
+    for element, agent in stage.agents().items():
+        agent.images = [structs.Image(kind, element, 4, element, 4, 0, 1, 1, mark)]
+        agent.set(element, state="waiting", iteration=2, **{fact: True})
+    stage.world.run(3.0)
+    assert not stage.messages(wire.Fetch)
+    assert (stage.job.phase, stage.job.plan.members, stage.job.plan.iteration) == ("running", [0, 1], 2)
 
 
 def test_agents_with_other_layouts_are_refused(snapshot):
