@@ -105,11 +105,12 @@ def with_memory(job: JobView) -> list[AgentView]:
 
 
 def images_of(job: JobView, kind: str) -> Iterator[tuple[AgentView, structs.Image]]:
-    """Yield the images of this kind in living nodes' memory, with the agents that have them. Those that are left of a
-    layout with more or fewer ranks a replica are of no use."""
+    """Yield the images of this kind in living nodes' memory, with the agents that have them, without those that are
+    left of another layout."""
     for agent in with_memory(job):
         for image in agent.status.images:
-            if image.kind == kind and image.size == job.replica:
+            former = image.size != job.replica or 0 < image.base <= job.state.laid_out
+            if image.kind == kind and not former:
                 yield agent, image
 
 

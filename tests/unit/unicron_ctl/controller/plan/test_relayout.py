@@ -314,17 +314,18 @@ def test_the_plan_resizes_the_shard_groups(snapshot):
     stage.world.check_replay()
 
 
+@pytest.mark.parametrize("size", [4, 2])
 @pytest.mark.parametrize(("kind", "mark", "fact"), [(STATE, "m", "remembers"), (SHARD, "00000", "sharded")])
-def test_nobody_waits_for_the_images_of_the_layout_before(kind, mark, fact, monkeypatch):
+def test_nobody_waits_for_the_images_of_the_layout_before(kind, mark, fact, size, monkeypatch):
     """Defect: those of places 0 and 1 of four counted as the newest state of a group of two, which fetched them for two
-    minutes in vain."""
+    minutes in vain. So would those of as many ranks that share the model in another way."""
     monkeypatch.setattr(FakeAgent, "memory", True)
     stage = Stage(nodes=4, elements=4, layouts=("F4", "F2"), saved=2)
     stage.train(4)
     stage.power_off("n4")
     stage.world.run(2.0)
     for element, agent in stage.agents().items():
-        agent.images = [structs.Image(kind, element, 4, element, 4, 0, 1, 1, mark)]
+        agent.images = [structs.Image(kind, element, 4, element % size, size, 0, 1, 1, mark)]
         agent.set(element, state="waiting", iteration=2, **{fact: True})
     stage.world.run(3.0)
     assert not stage.messages(wire.Fetch)
