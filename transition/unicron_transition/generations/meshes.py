@@ -53,7 +53,7 @@ class Meshes:
         found: DeviceMesh = made if made.ndim == 1 else made[direction]
         return found
 
-    def settle(self) -> dict[str, dist.ProcessGroup]:
+    def settle_groups(self) -> dict[str, dist.ProcessGroup]:
         """Return the groups of the meshes in the world without peers, by name. No mesh can be made afterwards."""
         self._settled = True
         return dict(self._groups)

@@ -105,8 +105,8 @@ def test_a_mesh_comes_before_the_session_and_has_ranks(meshes):
     with pytest.raises(ValueError, match=r"no context ranks: write unicron.Layout\(context=...\)"):
         meshes.mesh("context")
     late = Meshes(SHAPE, "cpu")
-    late.settle()
-    with pytest.raises(RuntimeError, match="before unicron.Session"):
+    late.settle_groups()
+    with pytest.raises(RuntimeError, match=r"before unicron\.Session"):
         late.mesh("shard")
 
 
