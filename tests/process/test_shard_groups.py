@@ -88,8 +88,10 @@ def test_a_job_with_too_few_ranks_for_a_group_ends_with_one_line(tmp_path):
 @pytest.mark.long
 def test_spares_take_a_lost_ranks_place(tmp_path):
     with World(tmp_path, 6, command=SHARDED, UNICRON_SPARES="2", **SETTINGS) as world:
-        world.wait(lambda: world.job().get("spares_ready") == 2, "four train, and two are ready")
+        world.wait(lambda: len(world.job().get("members", [])) == 4, "two groups train, maybe first one alone")
+        world.wait(lambda: world.job()["spares_ready"] == 2, "two ranks are ready")
         members = world.job()["members"]
+        world.trains_on(members)  # both have the state
         world.agents[members[1]].kill()
         world.wait(lambda: members[1] not in world.job()["members"] and len(world.job()["members"]) == 4, "four again")
         world.trains_on(world.job()["members"])
