@@ -117,7 +117,10 @@ def gather(state: TrainingState, alone: bool = False) -> tuple[Contents, bool]:
                 others[key], lasting = as_plain(value), False
         index.append((*part.box, part.begin, part.end, keys, others, values))
     kinds = [(str(tensor.dtype).removeprefix("torch."), tensor.numel()) for tensor in tensors]
-    return Contents(tensors, moving, msgpack.packb({"index": index, "tensors": kinds})), lasting
+    about = {"index": index, "tensors": kinds}
+    if ties := {name: first for name, first in parts.plain_names(state.model).items() if name != first}:
+        about["ties"] = ties
+    return Contents(tensors, moving, msgpack.packb(about)), lasting
 
 
 # ------------------------------------------------------------ copying

@@ -22,6 +22,7 @@ import torch
 
 from unicron_transition.seams import dtensors, elastic_buckets
 from unicron_transition.seams.dtensors import local
+from unicron_transition.snapshot.formats import names
 from unicron_transition.snapshot.formats.index import box_of, overlap, tiles
 from unicron_transition.snapshot.image_format import ALIGN
 
@@ -181,7 +182,7 @@ def places(model: Sequence[Any]) -> Iterator[tuple[torch.Tensor, list[Box], bool
             for name, tensor in module.state_dict(keep_vars=True).items():
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
-                    yield tensor, _boxes(f"{number}.{name}", tensor), dtensors.is_copy(tensor)
+                    yield tensor, _boxes(f"{number}.{names.unwrapped(name)}", tensor), dtensors.is_copy(tensor)
 
 
 def _boxes(name: str, tensor: torch.Tensor) -> list[Box]:
@@ -200,7 +201,7 @@ def plain_names(model: Sequence[Any]) -> dict[str, str]:
             return {}
         first: dict[int, str] = {}
         for name, tensor in module.state_dict(keep_vars=True).items():
-            full = f"{number}.{name}"
+            full = f"{number}.{names.unwrapped(name)}"
             found[full] = first.setdefault(id(tensor), full)
     return found
 

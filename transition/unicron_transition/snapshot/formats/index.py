@@ -390,6 +390,8 @@ class Index:
     common: Common = field(default_factory=Common)
     others: dict[str, PlainValues] = field(default_factory=dict)
     """Name of a tensor -> the plain values that the optimizer has for it."""
+    ties: dict[str, str] = field(default_factory=dict)
+    """Further name of a tied tensor -> its name in the index."""
 
     def add(self, name: str, shape: Sequence[int], dtype: str, block: Block) -> None:
         """Add a block of a tensor. Raises BadCheckpoint if another block has another shape or type for the tensor."""
