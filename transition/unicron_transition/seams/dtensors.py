@@ -103,6 +103,14 @@ def is_copy(tensor: Any) -> bool:
     return any(number and placement.is_replicate() for number, placement in where)
 
 
+def parts_of(tensor: Any) -> int:
+    """Return into how many parts a tensor is cut."""
+    if not is_distributed(tensor):
+        return 1
+    cuts = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in cuts if not placement.is_replicate())
+
+
 def _chunks(ranges: Sequence[Range], count: int, placement: Any) -> list[list[Range]]:
     """Cut the places in these ranges of an axis into `count` chunks of the same size."""
     total = sum(end - begin for begin, end in ranges)
