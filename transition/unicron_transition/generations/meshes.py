@@ -42,6 +42,10 @@ class Meshes:
         found: DeviceMesh = made if made.ndim == 1 else made[direction]
         return found
 
+    def has(self, mesh: Any) -> bool:
+        """Whether it is one of these, or a part of one."""
+        return any(device_meshes.is_part(mesh, made) for made in self._made.values())
+
     def _mesh(self, kind: str) -> Any:
         if kind not in self._made:
             self._made[kind] = made = device_meshes.make(self._device, *self._ranks_and_names(kind))

@@ -36,6 +36,11 @@ def groups_of(mesh: Any) -> Iterator[tuple[str, dist.ProcessGroup]]:
     return zip(names_of(mesh), mesh.get_all_groups(), strict=True)
 
 
+def is_part(mesh: Any, of: Any) -> bool:
+    """Whether a mesh is equal to another one, or is a direction of it."""
+    return bool(mesh._get_root_mesh() == of)
+
+
 def renew(mesh: Any, ranks: torch.Tensor, groups: Mapping[str, dist.ProcessGroup]) -> None:
     """Give a mesh, and every part of it, these ranks and groups. groups: by the names that the mesh knows.
 

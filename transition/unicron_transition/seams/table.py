@@ -134,7 +134,12 @@ TORCH_MODELS = (
 )
 # Compared when a model has distributed tensors, whose modules are imported by then.
 TORCH_DTENSORS = (
-    Seam("torch.distributed.tensor", "DTensor.to_local.~_local_tensor", None, "a rank's part of a tensor, without communication"),
+    Seam(
+        "torch.distributed.tensor",
+        "DTensor.to_local.~_local_tensor",
+        None,
+        "a rank's part of a tensor, without communication",
+    ),
     Seam("torch.distributed.tensor.placement_types", "_StridedShard", None, "the cut of `fully_shard` over a tensor's"),
 )
 # Compared when a checkpoint of torch's own format is written.
@@ -305,6 +310,9 @@ MEGATRON_LM = (
 )
 
 
+RESTART = "leave the session out, and restart mode heals the script as it is (--unicron-mode=restart)"
+
+
 class UnsupportedLayout(RuntimeError):
     """This release cannot heal the job because of its layout or model, or of its torch or Megatron."""
 
@@ -312,7 +320,7 @@ class UnsupportedLayout(RuntimeError):
 def refuse(findings: Iterable[str]) -> None:
     """Raise :class:`UnsupportedLayout` for the first finding, if there is one."""
     for found in findings:
-        raise UnsupportedLayout(f"unicron can't heal {found}; or run the job with --no-unicron")
+        raise UnsupportedLayout(f"unicron can't heal {found}; or {RESTART}")
 
 
 def check(package: str, seams: Iterable[Seam], needed: Collection[str] = ()) -> None:
