@@ -43,7 +43,7 @@ def run(action: str, form: str, folder: Path, cell: Cell) -> None:
     [
         ("two trees", (2, 1), [(2, 1), (4, 1), (1, 1), (2, 2)]),
         ("torchtitan", (4, 1), [(2, 1)]),
-        ("flat", (2, 2), [(2, 1), (2, 2)]),
+        pytest.param("flat", (2, 2), [(2, 1), (2, 2)], marks=pytest.mark.long),
     ],
 )
 def test_a_sharded_module_begins_from_what_a_plain_script_saved(tmp_path, form, its, mine):
@@ -70,7 +70,8 @@ def compare(state, wanted: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "its", "mine"), [("at the top", (2, 2), (2, 1)), ("flat", (2, 1), (2, 2)), ("flat", (2, 1), (4, 1))]
+    ("form", "its", "mine"),
+    [("at the top", (2, 2), (2, 1)), pytest.param("flat", (2, 1), (2, 2), marks=pytest.mark.long)],
 )
 def test_a_plain_script_loads_what_is_exported(tmp_path, form, its, mine):
     saves = save(tmp_path / "saves", its)

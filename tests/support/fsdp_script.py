@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from tests.support.sharded_module import WORDS, Model, shard
+from tests.support.sharded_module import WORDS, Model, optimizer_of, shard
 
 STEPS = 3
 WHOLE = "whole.pt"  # all of the state in one file, by torch.save
@@ -32,7 +32,7 @@ def main(action: str, form: str, folder: Path, tensor: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     torch.manual_seed(1 if action == "save" else 2)
     model = shard(Model(), size // tensor, tensor, peers=True)
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
+    optimizer = optimizer_of(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     for number in range(STEPS if action == "save" else 1):
         tokens = (torch.arange(6) + 7 * number + rank // tensor) % WORDS
@@ -46,9 +46,12 @@ def main(action: str, form: str, folder: Path, tensor: int) -> None:
         if rank == 0:
             torch.save(saved, folder / WHOLE)
     else:
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 9.0
         told = tree(form, model, optimizer, schedule)
         dcp.load(told, checkpoint_id=str(folder / "dcp"))
         adopt(form, told, model, optimizer)
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
         wanted, found = torch.load(folder / WHOLE), whole(model, optimizer)
         assert set(found) == set(wanted), set(found) ^ set(wanted)
         for name, tensor_ in wanted.items():

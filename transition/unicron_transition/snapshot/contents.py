@@ -117,9 +117,11 @@ def gather(state: TrainingState, alone: bool = False) -> tuple[Contents, bool]:
                 others[key], lasting = as_plain(value), False
         index.append((*part.box, part.begin, part.end, keys, others, values))
     kinds = [(str(tensor.dtype).removeprefix("torch."), tensor.numel()) for tensor in tensors]
-    about = {"index": index, "tensors": kinds}
+    about: dict[str, Any] = {"index": index, "tensors": kinds}
     if ties := {name: first for name, first in parts.plain_names(state.model).items() if name != first}:
         about["ties"] = ties
+    if groups := parts.plain_groups(state.model, state.optimizer):
+        about["groups"] = groups
     return Contents(tensors, moving, msgpack.packb(about)), lasting
 
 

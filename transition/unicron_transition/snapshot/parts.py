@@ -206,6 +206,15 @@ def plain_names(model: Sequence[Any]) -> dict[str, str]:
     return found
 
 
+def plain_groups(model: Sequence[Any], optimizer: Any) -> list[list[str]]:
+    """List the names of the boxes of each of the optimizer's groups; empty for a Megatron module."""
+    if not plain_names(model):
+        return []
+    known = {id(parameter): boxes[0].name for parameter, boxes, _ in places(model)}
+    groups = [[known.get(id(each)) for each in group["params"]] for group in optimizer.param_groups]
+    return [[name for name in group if name is not None] for group in groups]
+
+
 def _megatron_places(module: Any) -> Iterator[tuple[torch.Tensor, list[Box], bool]]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory

@@ -69,6 +69,7 @@ def read(found: folders.WholeCheckpoint) -> Index:
             if others:
                 index.others.setdefault(name, {}).update(others)
         index.ties |= about.get("ties", {})
+        index.members = about.get("groups", [])
     common.step = max([*steps, *group_steps(common.groups)], default=None)
     return _without_chunk(index)
 
@@ -127,6 +128,7 @@ def _without_chunk(index: Index) -> Index:
         index.tensors[tensor.name] = tensor
     index.others = {name.removeprefix("0."): others for name, others in index.others.items()}
     index.ties = {other.removeprefix("0."): name.removeprefix("0.") for other, name in index.ties.items()}
+    index.members = [[name.removeprefix("0.") for name in group] for group in index.members]
     return index
 
 

@@ -151,19 +151,23 @@ def _objects(index: Index, options: Options) -> tuple[dict[str, Any], dict[str, 
     for name, others in index.others.items():
         found |= {f"{STATE}{name}.{key}": value for key, value in others.items()}
     groups = [_settings(group) for group in index.common.groups]
-    if not groups:
+    members = index.members if len(index.members) == len(groups) else []
+    if len(groups) == 1 and not members:
+        members = [[tensor.name for tensor in index.parameters()]]
+    if groups and not members:
+        options.say("the optimizer's settings are under `unicron` alone: which parameters are in its groups is not known")
+    for number, names_of_it in enumerate(members):
+        found |= {f"{GROUPS}{number}.{key}": value for key, value in groups[number].items()}
+        found[f"{GROUPS}{number}.params"] = names_of_it
+    count = sum(len(group) * len(its) for group, its in zip(groups, members, strict=False))
+    if count * dcp.LEAST > max(ROOM // 2, sum(tensor.nbytes for tensor in index.tensors.values())):
+        options.say("the optimizer's settings are not there by parameter: readers take so many for so few bytes for a trap")
         return found, {}
-    if any(group != groups[0] for group in groups):  # nothing says which parameters are in which
-        options.say("the optimizer's settings are under `unicron` alone: its groups of parameters have different ones")
-        return found, {}
-    parameters = [tensor.name for tensor in index.parameters()]
-    found |= {f"{GROUPS}0.{key}": value for key, value in groups[0].items()}
-    found[f"{GROUPS}0.params"] = parameters
-    size = sum(tensor.nbytes for tensor in index.tensors.values())
-    if len(parameters) * len(groups[0]) * dcp.LEAST > max(ROOM // 2, size):  # a reader would take it for a trap
-        options.say("the optimizer's settings are not there by parameter: there are too many for so small a model")
-        return found, {}
-    return found, {f"{GROUPS}0.{key}": [f"{GROUPS}{name}.{key}" for name in parameters] for key in groups[0]}
+    return found, {
+        f"{GROUPS}{number}.{key}": [f"{GROUPS}{name}.{key}" for name in its]
+        for number, its in enumerate(members)
+        for key in groups[number]
+    }
 
 
 def _settings(group: PlainValues) -> PlainValues:
