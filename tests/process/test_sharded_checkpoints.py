@@ -22,6 +22,7 @@ from unicron_transition.snapshot.formats import convert, opening
 
 pytestmark = pytest.mark.process
 
+
 def run(action: str, form: str, folder: Path, cell: Cell) -> None:
     """Run the script, one process for each rank."""
     words = [sys.executable, "-m", "tests.support.fsdp_script", action, form, str(folder), str(cell[1])]

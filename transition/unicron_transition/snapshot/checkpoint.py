@@ -444,7 +444,9 @@ def _name_as_here(
         def values(name: str, part: tuple[tuple[int, ...], tuple[int, ...]]) -> torch.Tensor:
             return parts.assemble(parts.Box(name, whole, *part), parts.PARAMETER, sources[name])
 
-        return all(torch.equal(values(one, part), values(other, part)) for part in pieces_of(((0,) * len(whole), whole)))
+        return all(
+            torch.equal(values(one, part), values(other, part)) for part in pieces_of(((0,) * len(whole), whole))
+        )
 
     foreign.check_match(found, is_same)
     for fresh, old in found.chosen.items():

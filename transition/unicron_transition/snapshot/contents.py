@@ -233,8 +233,8 @@ class ImageContent:
     """Memory for tensors, by number, until :meth:`fill`."""
 
     def tensor(self, number: int, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Read elements [first, last) of a tensor, by default all, after a check of all data the first time. Raises BadImage if they
-        are damaged, OSError."""
+        """Read elements [first, last) of a tensor, by default all, after a check of all data the first time. Raises
+        BadImage if they are damaged, OSError."""
         if not self._checked:
             self.found.check_file(reading_threads())
             self._checked = True

@@ -289,7 +289,7 @@ def _room(value: Any, parameter: torch.Tensor) -> Any:
     room = torch.empty(
         shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=parameter.device if device != "cpu" else "cpu"
     )
-    return dtensors.distributed(room, parameter) if cut else room
+    return dtensors.wrap(room, parameter) if cut else room
 
 
 def transfer(

@@ -182,7 +182,7 @@ def places(model: Sequence[Any]) -> Iterator[tuple[torch.Tensor, list[Box], bool
             for name, tensor in module.state_dict(keep_vars=True).items():
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
-                    yield tensor, _boxes(f"{number}.{names.unwrapped(name)}", tensor), dtensors.is_copy(tensor)
+                    yield tensor, _boxes(f"{number}.{names.without_wrappers(name)}", tensor), dtensors.is_copy(tensor)
 
 
 def _boxes(name: str, tensor: torch.Tensor) -> list[Box]:
@@ -201,7 +201,7 @@ def plain_names(model: Sequence[Any]) -> dict[str, str]:
             return {}
         first: dict[int, str] = {}
         for name, tensor in module.state_dict(keep_vars=True).items():
-            full = f"{number}.{names.unwrapped(name)}"
+            full = f"{number}.{names.without_wrappers(name)}"
             found[full] = first.setdefault(id(tensor), full)
     return found
 
@@ -451,7 +451,7 @@ def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
     restoring.finish()
     for own, state in states:
         if state.tensors or state.others:
-            values = {key: dtensors.distributed(value, own.main) for key, value in state.tensors.items()}
+            values = {key: dtensors.wrap(value, own.main) for key, value in state.tensors.items()}
             own.owner.state[own.main] = values | state.others
 
 

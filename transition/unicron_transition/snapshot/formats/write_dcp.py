@@ -21,7 +21,15 @@ import numpy as np
 
 from unicron_transition.seams import table, torch_chunks
 from unicron_transition.snapshot.formats import dcp, names
-from unicron_transition.snapshot.formats.dcp import COMMON, CONFIG, METADATA, OWN_KEY, RESHARDABLE, TORCH_DIST
+from unicron_transition.snapshot.formats.dcp import (
+    COMMON,
+    CONFIG,
+    METADATA,
+    OWN_GROUPS,
+    OWN_KEY,
+    RESHARDABLE,
+    TORCH_DIST,
+)
 from unicron_transition.snapshot.formats.index import LAYERS, MAINS, STATE, Array, BadCheckpoint, Common, Index
 from unicron_transition.snapshot.formats.megatron_arguments import arguments, unknown
 from unicron_transition.snapshot.formats.tracker import RELEASE, TRACKER
@@ -29,7 +37,6 @@ from unicron_transition.snapshot.formats.written import Options, Out, of
 from unicron_transition.snapshot.reading import ROOM, PlainValues
 
 DATA = "__0_0.distcp"
-GROUPS = "optimizer.param_groups."  # prefix of its settings in `get_state_dict`
 FIELDS = 5  # the fields of TensorProperties that every release of torch reads
 WITHOUT_TORCH = (
     "torch is needed to write {0}, and {1} has none: run unicronctl in the environment of the job, or "
@@ -155,16 +162,20 @@ def _objects(index: Index, options: Options) -> tuple[dict[str, Any], dict[str, 
     if len(groups) == 1 and not members:
         members = [[tensor.name for tensor in index.parameters()]]
     if groups and not members:
-        options.say("the optimizer's settings are under `unicron` alone: which parameters are in its groups is not known")
+        options.say(
+            "the optimizer's settings are under `unicron` alone: which parameters are in its groups is not known"
+        )
     for number, names_of_it in enumerate(members):
-        found |= {f"{GROUPS}{number}.{key}": value for key, value in groups[number].items()}
-        found[f"{GROUPS}{number}.params"] = names_of_it
+        found |= {f"{OWN_GROUPS}{number}.{key}": value for key, value in groups[number].items()}
+        found[f"{OWN_GROUPS}{number}.params"] = names_of_it
     count = sum(len(group) * len(its) for group, its in zip(groups, members, strict=False))
     if count * dcp.LEAST > max(ROOM // 2, sum(tensor.nbytes for tensor in index.tensors.values())):
-        options.say("the optimizer's settings are not there by parameter: readers take so many for so few bytes for a trap")
+        options.say(
+            "the optimizer's settings are not there by parameter: readers take so many for so few bytes for a trap"
+        )
         return found, {}
     return found, {
-        f"{GROUPS}{number}.{key}": [f"{GROUPS}{name}.{key}" for name in its]
+        f"{OWN_GROUPS}{number}.{key}": [f"{OWN_GROUPS}{name}.{key}" for name in its]
         for number, its in enumerate(members)
         for key in groups[number]
     }
