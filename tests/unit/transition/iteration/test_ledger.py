@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron_transition.generations.layout import deal
-from unicron_transition.iteration.ledger import Ledger, LedgerError
+from unicron_transition.iteration.ledger import Ledger, LedgerError, Loss, hear_parts, tell_parts
 
 
 @given(st.integers(0, 60), st.integers(1, 9))
@@ -80,3 +82,33 @@ def test_the_proof_has_only_what_is_in_the_gradient():
     assert ledger.proof(False) == ([1, 0, 1, 0], [0, 0, 0, 0], [5, 0, 1.25, 0], [7, 0, 0, 0])
     ledger.drop()
     assert ledger.proof(False) == ([0] * 4, [0] * 4, [0.0] * 4, [0.0] * 4)
+
+
+LOSSES = st.floats(-1e6, 1e6) | st.sampled_from([math.inf, -math.inf, math.nan])
+
+
+@given(st.lists(st.tuples(LOSSES, st.integers(0, 9)), max_size=6), st.integers(1, 3), st.integers(1, 3), st.booleans())
+def test_the_ranks_of_a_replica_tell_each_other_the_losses_of_their_lanes_and_parts(losses, lanes, parts, mean):
+    """Each rank knows every lanes-th micro-batch, and of that a part of the sequence."""
+    indices = list(range(len(losses)))
+
+    def of(index: int, part: int) -> Loss:
+        loss, tokens = losses[index]
+        return Loss(loss + part, None if mean else tokens)
+
+    told = [
+        tell_parts({index: of(index, part) for index in indices[lane::lanes]}, indices, parts, part)
+        for lane in range(lanes)
+        for part in range(parts)
+    ]
+    heard = hear_parts([max(each) for each in zip(*told, strict=True)], indices, parts)
+    for index in indices:
+        every = [of(index, part) for part in range(parts)]
+        loss = sum(each.loss for each in every) / (parts if mean else 1)
+        assert heard[index].loss == pytest.approx(loss if math.isfinite(loss) else math.nan, nan_ok=True)
+        assert heard[index].tokens == (None if mean else sum(each.tokens for each in every))
+
+
+def test_a_loss_that_no_rank_of_the_replica_knows_is_an_error():
+    with pytest.raises(LedgerError, match="no rank of the replica has computed micro-batch 3, or a part of it"):
+        hear_parts(tell_parts({3: Loss(1.0, None)}, [3], 2, 0), [3], 2)
