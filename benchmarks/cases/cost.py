@@ -2,7 +2,8 @@
 
 Both train the same layout, model and data, and take turns (:mod:`benchmarks.cost.turns`). Megatron's sessions report to
 a stand-in of their agent. A plain module trains under real agents and a real unicrond, so the cores that those take are
-in the time, beside torch's DistributedDataParallel. `other=FOLDER` names the checkout of another build, with its own
+in the time, beside torch's DistributedDataParallel or `fully_shard`; of the latter the memory of a rank is
+compared, too. `other=FOLDER` names the checkout of another build, with its own
 .venv, whose sessions of a plain module take turns, too: the figure is what a session adds here over what it adds there.
 """
 
@@ -31,6 +32,8 @@ SHORT = 8  # micro-batches; so few show the fixed cost
 MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(10**9), "MALLOC_TRIM_THRESHOLD_": str(4 * 10**9)}
 SHARDED = {"TINY_DISTOPT": "1"}
 OTHER = "other"  # the set of another build
+MOST_SHARDED = 1 / 0.98  # iterations of a session over those of `fully_shard` alone
+MOST_MEMORY = 1.05  # of a rank under `fully_shard` alone
 MOST_ADDED = 0.4  # of what a session of the build before the issue added
 
 
@@ -79,8 +82,14 @@ class Module:
     """Time of a micro-batch on a device of its own."""
     each: int
     """Iterations of a block."""
-    most: float
+    most: float | None
     """The goal: iterations of a session over plain ones."""
+    shard: int = 1
+    """Ranks that share the parameters of a replica."""
+    width: int = 96
+    """Of the model."""
+    memory: bool = False
+    """Compare the ranks' memory."""
 
 
 ROWS: dict[str, Layout | Module] = {
@@ -89,6 +98,8 @@ ROWS: dict[str, Layout | Module] = {
     "dp2-pp2": Layout("DP2 PP2, distributed optimizer", "1 2 1", 2, SHARDED),
     "module-160ms": Module("plain module, iterations of 160 ms", 4, 0.025, 10, 1.015),
     "module-50ms": Module("plain module, iterations of 50 ms", 1, 0.030, 30, 1.05),
+    "hsdp": Module("sharded module, iterations of 160 ms", 4, 0.025, 10, MOST_SHARDED, shard=2),
+    "hsdp-memory": Module("sharded module of 15 million parameters", 1, 0.0, 1, None, shard=2, width=768, memory=True),
 }
 
 
@@ -100,7 +111,7 @@ def measure(sizes: Sizes, report: Report) -> None:
     for name in sizes.only.split(",") if sizes.only else ROWS:
         row = ROWS[name]
         if isinstance(row, Module):
-            blocks = module_blocks(row, sizes)
+            blocks = module_blocks(row, sizes, report)
             show(row.title, blocks, report, row.most)
             if sizes.other:
                 compare(row.title, blocks, report)
@@ -123,7 +134,7 @@ def layout_blocks(layout: Layout, sizes: Sizes, micro_batches: int, each: int) -
         return take_turns(Path(folder), script, 4, (sizes.pairs, each, 2), settings, {HEALED: train_healed})
 
 
-def module_blocks(module: Module, sizes: Sizes) -> Blocks:
+def module_blocks(module: Module, sizes: Sizes, report: Report) -> Blocks:
     """Train a plain module in both ways, and in sessions of the other build if there is one."""
     with tempfile.TemporaryDirectory(prefix="unicron-bench-") as folder:
         builds = {HEALED: ROOT} | ({OTHER: Path(sizes.other).resolve()} if sizes.other else {})
@@ -134,8 +145,12 @@ def module_blocks(module: Module, sizes: Sizes) -> Blocks:
 
         settings = {"LEADERBOARD_DEVICE_SECONDS": str(module.device_seconds)}
         settings["LEADERBOARD_MICRO_BATCHES"] = str(module.micro_batches * sizes.ranks)
+        settings |= {"LEADERBOARD_SHARD": str(module.shard), "LEADERBOARD_WIDTH": str(module.width)}
         counts, sessions = (sizes.pairs, module.each, 10), {name: trains(name, build) for name, build in builds.items()}
-        return take_turns(Path(folder), FOLDER / "plain_ranks.py", sizes.ranks, counts, settings, sessions, roots)
+        blocks = take_turns(Path(folder), FOLDER / "plain_ranks.py", sizes.ranks, counts, settings, sessions, roots)
+        if module.memory:
+            compare_memory(module.title, Path(folder), sizes.ranks, report)
+        return blocks
 
 
 def train_world(build: Path, state: Path, ranks: int, common: dict[str, str], name: str, roots: dict[str, int]) -> None:
@@ -164,6 +179,22 @@ def show(title: str, blocks: Blocks, report: Report, most: float | None) -> None
     report.details[title] = dict(blocks)
     walls = [block.wall for block in ours], [block.wall for block in theirs]
     report.ratio(f"iteration with Unicron / plain, {title}", *walls, most)
+
+
+def compare_memory(title: str, folder: Path, ranks: int, report: Report) -> None:
+    """Print what model and training add to a rank's memory, with Unicron over without; copies of the state are in
+    shared memory, which is shown by itself."""
+    ours, theirs = (
+        [json.loads((folder / name / f"memory.{name}.{rank}").read_text()) for rank in range(ranks)]
+        for name in (HEALED, PLAIN)
+    )
+    own = [statistics.mean(each["own"] for each in found) for found in (ours, theirs)]
+    copies = statistics.mean(each["shared"] for each in ours)
+    both = f"{own[0] / 1e6:.1f} and {own[1] / 1e6:.1f} MB"
+    report.text(
+        f"{title}: a rank's memory with and without Unicron {both}; copies, in shared memory, {copies / 1e6:.1f} MB"
+    )
+    report.figure(f"memory of a rank with Unicron / plain, {title}", own[0] / own[1], "", MOST_MEMORY)
 
 
 def compare(title: str, blocks: Blocks, report: Report) -> None:

@@ -1,8 +1,8 @@
 """Turns of a rank with the ranks of the other set (:mod:`benchmarks.cost.turns`).
 
 After its warm-up a rank waits at its gate, a FIFO, before each block, and reports afterwards how many seconds and CPU
-seconds the block took. Environment: COST_FOLDER, with the gates; COST_RANK of a plain rank; COST_BLOCKS; COST_EACH,
-iterations of a block; COST_WARM_UP, iterations.
+seconds the block took. At its end it notes its memory in COST_FOLDER/memory.KIND.RANK. Environment: COST_FOLDER, with
+the gates; COST_RANK of a plain rank; COST_BLOCKS; COST_EACH, iterations of a block; COST_WARM_UP, iterations.
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ BLOCKS, EACH, WARM_UP = (int(os.environ[f"COST_{name}"]) for name in ("BLOCKS", 
 ITERATIONS = WARM_UP + BLOCKS * EACH
 
 
+def memory() -> dict[str, int]:
+    """Return the bytes of this process that are in no file, and those in shared memory: copies of the state."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {key: 1024 * int(lines[name].split()[0]) for key, name in (("own", "RssAnon"), ("shared", "RssShmem"))}
+
+
 def train(iterations: Iterable[object]) -> None:
     """Do all iterations, block by block."""
-    began = (0.0, 0.0)
+    began, before = (0.0, 0.0), memory()
     with (FOLDER / f"{KIND}.{RANK}").open("rb", buffering=0) as gate, (FOLDER / "done").open("wb", buffering=0) as done:
         for count, _ in enumerate(iterations, 1):
             if count < WARM_UP or (count - WARM_UP) % EACH:
@@ -32,7 +38,10 @@ def train(iterations: Iterable[object]) -> None:
             now = time.perf_counter(), time.process_time()
             took = [now[0] - began[0], now[1] - began[1]] if count > WARM_UP else [0.0, 0.0]
             done.write(json.dumps([KIND, RANK, *took]).encode() + b"\n")
-            if count < ITERATIONS:
+            if count == ITERATIONS:
+                found = {key: value - before[key] for key, value in memory().items()}
+                (FOLDER / f"memory.{KIND}.{RANK}").write_text(json.dumps(found))
+            else:
                 gate.read(1)
                 dist.barrier()
                 began = time.perf_counter(), time.process_time()
