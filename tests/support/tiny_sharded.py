@@ -4,7 +4,7 @@ modules run as a training script.
 Environment, beside that of `fault_points`: TINY_SHARD ranks that share the parameters; TINY_TENSOR tensor ranks;
 TINY_TOKENS=1 for a loss per token; TINY_DROPOUT; TINY_CLIP the largest norm; TINY_BUCKET bytes of a bucket of
 gradients; TINY_KIND words: "mixed" precision, "checkpoint" activations, "compile" blocks, "frozen" first block, "keep"
-gathered parameters until the backward pass, "grouped" blocks;
+gathered parameters until the backward pass, "grouped" blocks, "adafactor" and "fused" optimizers;
 TINY_ALONE=1: a loop of torch alone, of one process with whole parameters; TINY_CHECKPOINTS, TINY_CHECKPOINT_EVERY.
 """
 
@@ -132,7 +132,8 @@ def part(name: str, whole: torch.Tensor, place: int) -> torch.Tensor:
 
 def optimizers(model: torch.nn.Module):
     trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=5e-3)
+    kind = torch.optim.Adafactor if "adafactor" in KIND else torch.optim.AdamW
+    optimizer = kind(trained, lr=5e-3, **({"fused": True} if "fused" in KIND else {}))
     return optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3], gamma=0.5)
 
 

@@ -42,9 +42,9 @@ class Meshes:
         found: DeviceMesh = made if made.ndim == 1 else made[direction]
         return found
 
-    def has(self, mesh: Any) -> bool:
-        """Whether it is one of these, or a part of one."""
-        return any(device_meshes.is_part(mesh, made) for made in self._made.values())
+    def hold(self, tensor: torch.Tensor) -> bool:
+        """Whether a distributed tensor is on one of these."""
+        return any(device_meshes.is_on(tensor, made) for made in self._made.values())
 
     def _mesh(self, kind: str) -> Any:
         if kind not in self._made:

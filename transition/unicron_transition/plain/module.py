@@ -138,7 +138,11 @@ class PlainOptimizer:
             self._scaler.unscale_(self.optimizer)
         if self._clip is not None and norm is None:
             norm = float(torch.nn.utils.clip_grad_norm_(self.trained_parameters().values(), self._clip))
-        succeeded = self._step()
+        if self._is_sharded() and not self._stepped:
+            with fully_shard.no_communication(type(self.optimizer).__name__):
+                succeeded = self._step()
+        else:
+            succeeded = self._step()
         if not self._stepped and succeeded:
             self._stepped = True
             self._check_state()

@@ -37,7 +37,7 @@ def _parameters(module: torch.nn.Module, layout: Layout, meshes: Meshes, sharded
         distributed = dtensors.is_distributed(parameter)
         if distributed and not sharded:
             yield f"{name}, which is distributed without fully_shard: shard the module with {HOW} as well"
-        if distributed and not meshes.has(parameter.device_mesh):
+        if distributed and not meshes.hold(parameter):
             yield f"{name}, which is on a mesh of other ranks than a replica's: write {HOW}{TENSOR}"
         if not distributed and layout.size > 1 and parameter.requires_grad:
             yield (

@@ -36,9 +36,9 @@ def groups_of(mesh: Any) -> Iterator[tuple[str, dist.ProcessGroup]]:
     return zip(names_of(mesh), mesh.get_all_groups(), strict=True)
 
 
-def is_part(mesh: Any, of: Any) -> bool:
-    """Whether a mesh is equal to another one, or is a direction of it."""
-    return bool(mesh._get_root_mesh() == of)
+def is_on(tensor: Any, mesh: Any) -> bool:
+    """Whether a distributed tensor is on this mesh, or on directions of it."""
+    return bool(tensor.device_mesh._get_root_mesh() == mesh)
 
 
 def renew(mesh: Any, ranks: torch.Tensor, groups: Mapping[str, dist.ProcessGroup]) -> None:
