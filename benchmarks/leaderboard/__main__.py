@@ -22,7 +22,7 @@ from benchmarks.leaderboard import notes, play, rows
 from benchmarks.leaderboard.failures import EVERY, FAILURES, Missed
 from benchmarks.leaderboard.play import BROKE_OFF, Limits, describe
 from benchmarks.leaderboard.rows import Row, Share
-from benchmarks.leaderboard.systems import MODELS, SYSTEMS, System
+from benchmarks.leaderboard.systems import MODELS, System
 from benchmarks.leaderboard.systems.base import Absent
 from benchmarks.report import commit, machine
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError, one_line
@@ -125,7 +125,9 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="where the results are written")
     parser.add_argument("--quick", action="store_true", help="once, with shorter limits, and a stream of a minute")
     parser.add_argument("--model", choices=MODELS, default="dp", help="whole in each rank, or sharded (hsdp)")
-    parser.add_argument("--system", action="append", choices=SYSTEMS, help="only these; may be given several times")
+    parser.add_argument(
+        "--system", action="append", choices=MODELS["dp"], help="only these; may be given several times"
+    )
     parser.add_argument("--failure", action="append", choices=FAILURES, help="only these")
     parser.add_argument("--repetitions", type=int, help="of each failure, 5 or with --quick 1; 0: none")
     parser.add_argument("--stream-minutes", type=float, help="20, or with --quick 1; 0: no stream")
