@@ -176,6 +176,7 @@ def shapes() -> dict[str, Case]:
 
 # Settings of a module that `fully_shard` has sharded, and the place in iteration 2 at which the last rank is killed.
 HSDP = {"TINY_SHARD": "2"}
+CONTEXT = {"TINY_SHARD": "1", "TINY_CONTEXT": "2"}
 SEVERAL = {"TINY_BUCKET": "4096"}  # bytes of a bucket: the reduces between replicas begin in the backward pass
 MODULES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "HSDP F2 x DP2, kill in the reduce-scatter in a replica": (HSDP, {"at": "scatter", "count": 1}),
@@ -192,6 +193,10 @@ MODULES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         HSDP | SEVERAL,
         {"at": "reduce", "count": 1, "kind": "late", "delay": 0.001},
     ),
+    "context parallelism, CP2 x DP2, kill in a gather that has begun": (
+        CONTEXT,
+        {"at": "gather", "count": 2, "kind": "late", "delay": 0.001},
+    ),
 }
 
 
@@ -201,7 +206,7 @@ def modules() -> dict[str, Case]:
     for name, (settings, strikes) in MODULES.items():
         like = name.rsplit(", kill", 1)[0] + ", undisturbed"
         common = {"TINY_SCRIPT": str(SHARDED_SCRIPT), **settings}
-        lanes, keywords = int(settings.get("TINY_SHARD", "1")), {"replica": 2}
+        lanes, keywords = int(settings["TINY_SHARD"]), {"replica": 2}
         for title, faults, left in ((like, [], [0, 1, 2, 3]), (name, [fault(3, 2, **strikes)], [0, 1])):
             found[title] = Case(faults, left, 4, 5, common, keywords, like, lanes=lanes)
     return found
