@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -30,8 +30,12 @@ MODEL = {"TINY_HIDDEN": "256", "TINY_LAYERS": "4", "TINY_SEQUENCE": "128", "TINY
 SHORT = 8  # micro-batches; so few show the fixed cost
 # Without it glibc gives memory back to the system and takes it again in each micro-batch.
 MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(10**9), "MALLOC_TRIM_THRESHOLD_": str(4 * 10**9)}
+# Large blocks come from the system and go back at once, so that a process has what it uses.
+SMALL_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), "MALLOC_TRIM_THRESHOLD_": str(1 << 17)}
 SHARDED = {"TINY_DISTOPT": "1"}
 OTHER = "other"  # the set of another build
+Memory = dict[str, float]
+"""MB of a rank: its own, at most, and in shared memory."""
 MOST_SHARDED = 1 / 0.98  # iterations of a session over those of `fully_shard` alone
 MOST_MEMORY = 1.05  # of a rank under `fully_shard` alone
 MOST_ADDED = 0.4  # of what a session of the build before the issue added
@@ -56,7 +60,7 @@ class Sizes(msgspec.Struct, frozen=True):
     """The checkout of another build, whose sessions of a plain module are measured beside ours."""
 
 
-SMALLEST = Sizes(2, 1, 2, "dp4,module-50ms", SHORT)
+SMALLEST = Sizes(2, 1, 2, "dp4,module-50ms,hsdp-memory", SHORT)
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ ROWS: dict[str, Layout | Module] = {
     "module-160ms": Module("plain module, iterations of 160 ms", 4, 0.025, 10, 1.015),
     "module-50ms": Module("plain module, iterations of 50 ms", 1, 0.030, 30, 1.05),
     "hsdp": Module("sharded module, iterations of 160 ms", 4, 0.025, 10, MOST_SHARDED, shard=2),
-    "hsdp-memory": Module("sharded module of 15 million parameters", 1, 0.0, 1, None, shard=2, width=768, memory=True),
+    "hsdp-memory": Module("sharded module of 14 million parameters", 1, 0.0, 1, None, shard=2, width=768, memory=True),
 }
 
 
@@ -110,8 +114,11 @@ def measure(sizes: Sizes, report: Report) -> None:
     report.row("", "plain, ms", "more, ms", "CPU time", label=60, width=10)
     for name in sizes.only.split(",") if sizes.only else ROWS:
         row = ROWS[name]
+        if isinstance(row, Module) and row.memory:
+            compare_memory(row, sizes, report)
+            continue
         if isinstance(row, Module):
-            blocks = module_blocks(row, sizes, report)
+            blocks = module_blocks(row, sizes)
             show(row.title, blocks, report, row.most)
             if sizes.other:
                 compare(row.title, blocks, report)
@@ -134,8 +141,9 @@ def layout_blocks(layout: Layout, sizes: Sizes, micro_batches: int, each: int) -
         return take_turns(Path(folder), script, 4, (sizes.pairs, each, 2), settings, {HEALED: train_healed})
 
 
-def module_blocks(module: Module, sizes: Sizes, report: Report) -> Blocks:
-    """Train a plain module in both ways, and in sessions of the other build if there is one."""
+def module_blocks(module: Module, sizes: Sizes, memory: dict[str, Memory] | None = None) -> Blocks:
+    """Train a plain module in both ways, and in sessions of the other build if there is one. The memory of a rank of
+    each set is noted in `memory`."""
     with tempfile.TemporaryDirectory(prefix="unicron-bench-") as folder:
         builds = {HEALED: ROOT} | ({OTHER: Path(sizes.other).resolve()} if sizes.other else {})
         roots: dict[str, int] = {}
@@ -146,10 +154,15 @@ def module_blocks(module: Module, sizes: Sizes, report: Report) -> Blocks:
         settings = {"LEADERBOARD_DEVICE_SECONDS": str(module.device_seconds)}
         settings["LEADERBOARD_MICRO_BATCHES"] = str(module.micro_batches * sizes.ranks)
         settings |= {"LEADERBOARD_SHARD": str(module.shard), "LEADERBOARD_WIDTH": str(module.width)}
-        counts, sessions = (sizes.pairs, module.each, 10), {name: trains(name, build) for name, build in builds.items()}
+        warm_up = 3 if module.memory else 10
+        settings |= SMALL_MEMORY if module.memory else {}
+        counts, sessions = (
+            (sizes.pairs, module.each, warm_up),
+            {name: trains(name, build) for name, build in builds.items()},
+        )
         blocks = take_turns(Path(folder), FOLDER / "plain_ranks.py", sizes.ranks, counts, settings, sessions, roots)
-        if module.memory:
-            compare_memory(module.title, Path(folder), sizes.ranks, report)
+        if memory is not None:
+            memory |= {name: rank_memory(Path(folder, name), sizes.ranks) for name in (HEALED, PLAIN)}
         return blocks
 
 
@@ -181,20 +194,25 @@ def show(title: str, blocks: Blocks, report: Report, most: float | None) -> None
     report.ratio(f"iteration with Unicron / plain, {title}", *walls, most)
 
 
-def compare_memory(title: str, folder: Path, ranks: int, report: Report) -> None:
-    """Print what model and training add to a rank's memory, with Unicron over without; copies of the state are in
-    shared memory, which is shown by itself."""
-    ours, theirs = (
-        [json.loads((folder / name / f"memory.{name}.{rank}").read_text()) for rank in range(ranks)]
-        for name in (HEALED, PLAIN)
-    )
-    own = [statistics.mean(each["own"] for each in found) for found in (ours, theirs)]
-    copies = statistics.mean(each["shared"] for each in ours)
-    both = f"{own[0] / 1e6:.1f} and {own[1] / 1e6:.1f} MB"
+def rank_memory(folder: Path, ranks: int) -> Memory:
+    """Return what the ranks of a set have noted, as a mean in MB."""
+    found = [json.loads((folder / f"memory.{folder.name}.{rank}").read_text()) for rank in range(ranks)]
+    return {key: statistics.mean(each[key] for each in found) / 1e6 for key in found[0]}
+
+
+def compare_memory(module: Module, sizes: Sizes, report: Report) -> None:
+    """Print what the parameters take in a rank's memory at most, with Unicron over without: the difference of two
+    models, so that programs do not count. Copies of the state are in shared memory, which is shown by itself."""
+    large, small = dict[str, Memory](), dict[str, Memory]()
+    module_blocks(module, sizes, large)
+    module_blocks(replace(module, width=Module.width), sizes, small)
+    ours, theirs = ({key: large[name][key] - small[name][key] for key in large[name]} for name in (HEALED, PLAIN))
+    both = f"{ours['own']:.1f} and {theirs['own']:.1f} MB"
     report.text(
-        f"{title}: a rank's memory with and without Unicron {both}; copies, in shared memory, {copies / 1e6:.1f} MB"
+        f"{module.title}: a rank's with and without Unicron {both}; copies of the state {ours['shared']:.1f} MB"
     )
-    report.figure(f"memory of a rank with Unicron / plain, {title}", own[0] / own[1], "", MOST_MEMORY)
+    what = f"memory of a rank with Unicron / plain, {module.title}"
+    report.figure(what, ours["own"] / theirs["own"], "", MOST_MEMORY)
 
 
 def compare(title: str, blocks: Blocks, report: Report) -> None:

@@ -22,14 +22,16 @@ ITERATIONS = WARM_UP + BLOCKS * EACH
 
 
 def memory() -> dict[str, int]:
-    """Return the bytes of this process that are in no file, and those in shared memory: copies of the state."""
+    """Return the most bytes of this process so far that are in no file, and those in shared memory now: copies of the
+    state."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {key: 1024 * int(lines[name].split()[0]) for key, name in (("own", "RssAnon"), ("shared", "RssShmem"))}
+    most, files, shared = (1024 * int(lines[name].split()[0]) for name in ("VmHWM", "RssFile", "RssShmem"))
+    return {"own": most - files - shared, "shared": shared}
 
 
 def train(iterations: Iterable[object]) -> None:
     """Do all iterations, block by block."""
-    began, before = (0.0, 0.0), memory()
+    began = (0.0, 0.0)
     with (FOLDER / f"{KIND}.{RANK}").open("rb", buffering=0) as gate, (FOLDER / "done").open("wb", buffering=0) as done:
         for count, _ in enumerate(iterations, 1):
             if count < WARM_UP or (count - WARM_UP) % EACH:
@@ -39,8 +41,7 @@ def train(iterations: Iterable[object]) -> None:
             took = [now[0] - began[0], now[1] - began[1]] if count > WARM_UP else [0.0, 0.0]
             done.write(json.dumps([KIND, RANK, *took]).encode() + b"\n")
             if count == ITERATIONS:
-                found = {key: value - before[key] for key, value in memory().items()}
-                (FOLDER / f"memory.{KIND}.{RANK}").write_text(json.dumps(found))
+                (FOLDER / f"memory.{KIND}.{RANK}").write_text(json.dumps(memory()))
             else:
                 gate.read(1)
                 dist.barrier()
