@@ -30,8 +30,6 @@ MODEL = {"TINY_HIDDEN": "256", "TINY_LAYERS": "4", "TINY_SEQUENCE": "128", "TINY
 SHORT = 8  # micro-batches; so few show the fixed cost
 # Without it glibc gives memory back to the system and takes it again in each micro-batch.
 MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(10**9), "MALLOC_TRIM_THRESHOLD_": str(4 * 10**9)}
-# Large blocks come from the system and go back at once, so that a process has what it uses.
-SMALL_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), "MALLOC_TRIM_THRESHOLD_": str(1 << 17)}
 SHARDED = {"TINY_DISTOPT": "1"}
 OTHER = "other"  # the set of another build
 Memory = dict[str, float]
@@ -155,7 +153,7 @@ def module_blocks(module: Module, sizes: Sizes, memory: dict[str, Memory] | None
         settings["LEADERBOARD_MICRO_BATCHES"] = str(module.micro_batches * sizes.ranks)
         settings |= {"LEADERBOARD_SHARD": str(module.shard), "LEADERBOARD_WIDTH": str(module.width)}
         warm_up = 3 if module.memory else 10
-        settings |= SMALL_MEMORY if module.memory else {}
+        settings |= {"COST_GIVE_BACK": "1"} if module.memory else {}
         counts, sessions = (
             (sizes.pairs, module.each, warm_up),
             {name: trains(name, build) for name, build in builds.items()},

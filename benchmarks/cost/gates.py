@@ -2,11 +2,13 @@
 
 After its warm-up a rank waits at its gate, a FIFO, before each block, and reports afterwards how many seconds and CPU
 seconds the block took. At its end it notes its memory in COST_FOLDER/memory.KIND.RANK. Environment: COST_FOLDER, with
-the gates; COST_RANK of a plain rank; COST_BLOCKS; COST_EACH, iterations of a block; COST_WARM_UP, iterations.
+the gates; COST_RANK of a plain rank; COST_BLOCKS; COST_EACH, iterations of a block; COST_WARM_UP, iterations;
+COST_GIVE_BACK=1: what the process does not use goes back to the system.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import time
@@ -29,9 +31,18 @@ def memory() -> dict[str, int]:
     return {"own": most - files - shared, "shared": shared}
 
 
+def give_back() -> None:
+    """Have large blocks of memory from the system, and give them back at once, so that the process has what it uses."""
+    library = ctypes.CDLL(None)
+    for parameter in (-1, -3):  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD; a fork has its parent's
+        library.mallopt(parameter, 1 << 17)
+
+
 def train(iterations: Iterable[object]) -> None:
     """Do all iterations, block by block."""
     began = (0.0, 0.0)
+    if os.environ.get("COST_GIVE_BACK") == "1":
+        give_back()
     with (FOLDER / f"{KIND}.{RANK}").open("rb", buffering=0) as gate, (FOLDER / "done").open("wb", buffering=0) as done:
         for count, _ in enumerate(iterations, 1):
             if count < WARM_UP or (count - WARM_UP) % EACH:

@@ -25,7 +25,8 @@ def shard(model: core.Model, mesh: DeviceMesh) -> core.Model:
     """Shard each layer, and what is left of the model."""
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def build(mesh: DeviceMesh) -> tuple[core.Model, torch.optim.Optimizer]:
