@@ -58,7 +58,7 @@ class Sizes(msgspec.Struct, frozen=True):
     """The checkout of another build, whose sessions of a plain module are measured beside ours."""
 
 
-SMALLEST = Sizes(2, 1, 2, "dp4,module-50ms,hsdp-memory", SHORT)
+SMALLEST = Sizes(2, 1, 2, "dp4,module-50ms", SHORT)
 
 
 @dataclass(frozen=True)
