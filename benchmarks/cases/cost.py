@@ -2,7 +2,8 @@
 
 Both train the same layout, model and data, and take turns (:mod:`benchmarks.cost.turns`). Megatron's sessions report to
 a stand-in of their agent. A plain module trains under real agents and a real unicrond, so the cores that those take are
-in the time, beside torch's DistributedDataParallel. `other=FOLDER` names the checkout of another build, with its own
+in the time, beside torch's DistributedDataParallel or `fully_shard`; of the latter the memory of a rank is
+compared, too. `other=FOLDER` names the checkout of another build, with its own
 .venv, whose sessions of a plain module take turns, too: the figure is what a session adds here over what it adds there.
 """
 
@@ -14,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,10 @@ SHORT = 8  # micro-batches; so few show the fixed cost
 MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(10**9), "MALLOC_TRIM_THRESHOLD_": str(4 * 10**9)}
 SHARDED = {"TINY_DISTOPT": "1"}
 OTHER = "other"  # the set of another build
+Memory = dict[str, float]
+"""MB of a rank: its own, at most, and in shared memory."""
+MOST_SHARDED = 1 / 0.98  # iterations of a session over those of `fully_shard` alone
+MOST_MEMORY = 1.05  # of a rank under `fully_shard` alone
 MOST_ADDED = 0.4  # of what a session of the build before the issue added
 
 
@@ -79,8 +84,14 @@ class Module:
     """Time of a micro-batch on a device of its own."""
     each: int
     """Iterations of a block."""
-    most: float
+    most: float | None
     """The goal: iterations of a session over plain ones."""
+    shard: int = 1
+    """Ranks that share the parameters of a replica."""
+    width: int = 96
+    """Of the model."""
+    memory: bool = False
+    """Compare the ranks' memory."""
 
 
 ROWS: dict[str, Layout | Module] = {
@@ -89,6 +100,8 @@ ROWS: dict[str, Layout | Module] = {
     "dp2-pp2": Layout("DP2 PP2, distributed optimizer", "1 2 1", 2, SHARDED),
     "module-160ms": Module("plain module, iterations of 160 ms", 4, 0.025, 10, 1.015),
     "module-50ms": Module("plain module, iterations of 50 ms", 1, 0.030, 30, 1.05),
+    "hsdp": Module("sharded module, iterations of 160 ms", 4, 0.025, 10, MOST_SHARDED, shard=2),
+    "hsdp-memory": Module("sharded module of 14 million parameters", 1, 0.0, 1, None, shard=2, width=768, memory=True),
 }
 
 
@@ -99,6 +112,9 @@ def measure(sizes: Sizes, report: Report) -> None:
     report.row("", "plain, ms", "more, ms", "CPU time", label=60, width=10)
     for name in sizes.only.split(",") if sizes.only else ROWS:
         row = ROWS[name]
+        if isinstance(row, Module) and row.memory:
+            compare_memory(row, sizes, report)
+            continue
         if isinstance(row, Module):
             blocks = module_blocks(row, sizes)
             show(row.title, blocks, report, row.most)
@@ -123,8 +139,9 @@ def layout_blocks(layout: Layout, sizes: Sizes, micro_batches: int, each: int) -
         return take_turns(Path(folder), script, 4, (sizes.pairs, each, 2), settings, {HEALED: train_healed})
 
 
-def module_blocks(module: Module, sizes: Sizes) -> Blocks:
-    """Train a plain module in both ways, and in sessions of the other build if there is one."""
+def module_blocks(module: Module, sizes: Sizes, memory: dict[str, Memory] | None = None) -> Blocks:
+    """Train a plain module in both ways, and in sessions of the other build if there is one. The memory of a rank of
+    each set is noted in `memory`."""
     with tempfile.TemporaryDirectory(prefix="unicron-bench-") as folder:
         builds = {HEALED: ROOT} | ({OTHER: Path(sizes.other).resolve()} if sizes.other else {})
         roots: dict[str, int] = {}
@@ -134,8 +151,17 @@ def module_blocks(module: Module, sizes: Sizes) -> Blocks:
 
         settings = {"LEADERBOARD_DEVICE_SECONDS": str(module.device_seconds)}
         settings["LEADERBOARD_MICRO_BATCHES"] = str(module.micro_batches * sizes.ranks)
-        counts, sessions = (sizes.pairs, module.each, 10), {name: trains(name, build) for name, build in builds.items()}
-        return take_turns(Path(folder), FOLDER / "plain_ranks.py", sizes.ranks, counts, settings, sessions, roots)
+        settings |= {"LEADERBOARD_SHARD": str(module.shard), "LEADERBOARD_WIDTH": str(module.width)}
+        warm_up = 3 if module.memory else 10
+        settings |= {"COST_GIVE_BACK": "1"} if module.memory else {}
+        counts, sessions = (
+            (sizes.pairs, module.each, warm_up),
+            {name: trains(name, build) for name, build in builds.items()},
+        )
+        blocks = take_turns(Path(folder), FOLDER / "plain_ranks.py", sizes.ranks, counts, settings, sessions, roots)
+        if memory is not None:
+            memory |= {name: rank_memory(Path(folder, name), sizes.ranks) for name in (HEALED, PLAIN)}
+        return blocks
 
 
 def train_world(build: Path, state: Path, ranks: int, common: dict[str, str], name: str, roots: dict[str, int]) -> None:
@@ -164,6 +190,27 @@ def show(title: str, blocks: Blocks, report: Report, most: float | None) -> None
     report.details[title] = dict(blocks)
     walls = [block.wall for block in ours], [block.wall for block in theirs]
     report.ratio(f"iteration with Unicron / plain, {title}", *walls, most)
+
+
+def rank_memory(folder: Path, ranks: int) -> Memory:
+    """Return what the ranks of a set have noted, as a mean in MB."""
+    found = [json.loads((folder / f"memory.{folder.name}.{rank}").read_text()) for rank in range(ranks)]
+    return {key: statistics.mean(each[key] for each in found) / 1e6 for key in found[0]}
+
+
+def compare_memory(module: Module, sizes: Sizes, report: Report) -> None:
+    """Print what the parameters take in a rank's memory at most, with Unicron over without: the difference of two
+    models, so that programs do not count. Copies of the state are in shared memory, which is shown by itself."""
+    large, small = dict[str, Memory](), dict[str, Memory]()
+    module_blocks(module, sizes, large)
+    module_blocks(replace(module, width=Module.width), sizes, small)
+    ours, theirs = ({key: large[name][key] - small[name][key] for key in large[name]} for name in (HEALED, PLAIN))
+    both = f"{ours['own']:.1f} and {theirs['own']:.1f} MB"
+    report.text(
+        f"{module.title}: a rank's with and without Unicron {both}; copies of the state {ours['shared']:.1f} MB"
+    )
+    what = f"memory of a rank with Unicron / plain, {module.title}"
+    report.figure(what, ours["own"] / theirs["own"], "", MOST_MEMORY)
 
 
 def compare(title: str, blocks: Blocks, report: Report) -> None:

@@ -1,25 +1,33 @@
-"""Train the leaderboard's model: under an agent in a session, else in the loop of torch's documents.
+"""Train the leaderboard's model, whole or sharded: under an agent in a session, else in the loop of torch's documents.
 
-Environment: COST_* as in ``gates``, LEADERBOARD_DEVICE_SECONDS as in ``benchmarks.leaderboard.ranks.core``.
+Environment: COST_* as in ``gates``, LEADERBOARD_* as in ``benchmarks.leaderboard.ranks.core``.
 """
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import unicron
 from benchmarks.cost import gates
-from benchmarks.leaderboard.ranks import core
+from benchmarks.leaderboard.ranks import core, sharded
+
+PATIENCE = datetime.timedelta(hours=1)  # each set waits while the others train
 
 
 def healed() -> Iterator[object]:
     """Train under a session with its defaults: it copies the state to memory in each iteration."""
-    unicron.init_process_group("gloo")
-    model, optimizer = core.build()
+    if core.SHARD > 1:  # builds before have no such layout
+        unicron.init_process_group("gloo", layout=unicron.Layout(shard=core.SHARD))
+        model, optimizer = sharded.build(unicron.shard_mesh())
+    else:
+        unicron.init_process_group("gloo")
+        model, optimizer = core.build()
     yield from unicron.Session(
         model=model,
         optimizer=optimizer,
@@ -31,20 +39,24 @@ def healed() -> Iterator[object]:
 
 
 def plain() -> Iterator[object]:
-    """Train with DistributedDataParallel, without Unicron and without checkpoints."""
+    """Train with DistributedDataParallel or `fully_shard`, without Unicron and without checkpoints."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    model, optimizer = core.build()
-    ddp = DistributedDataParallel(model)
+    trained: nn.Module
+    if core.SHARD > 1:
+        trained, optimizer = sharded.build(sharded.hybrid_mesh(rank, size, PATIENCE))
+    else:
+        model, optimizer = core.build()
+        trained = DistributedDataParallel(model)
     mine = range(rank, core.MICRO_BATCHES, size)
     for iteration in range(gates.ITERATIONS):
         optimizer.zero_grad()
         total = torch.zeros(1)
         for index in mine:
-            ddp.require_backward_grad_sync = index == mine[-1]
-            loss = core.loss_of(ddp, core.micro_batch(iteration, index)) / core.MICRO_BATCHES
-            total += loss.detach()
-            (loss * size).backward()
+            with core.reducing(trained, last=index == mine[-1]):
+                loss = core.loss_of(trained, core.micro_batch(iteration, index)) / core.MICRO_BATCHES
+                total += loss.detach()
+                (loss * size).backward()
         dist.all_reduce(total)  # the job's loss, which a session reports, too
         optimizer.step()
         yield float(total)

@@ -79,6 +79,7 @@ def checks_of(backend: str, suffix: str, environment: dict[str, str], named_only
         Check(f"aborted{suffix}", number, ("aborted", backend), 100, environment | QUICK, named_only),
         Check(f"heal{suffix}", number, ("heal", backend, "faults"), 200, environment, named_only),
         Check(f"layouts{suffix}", number, ("heal", backend, "layouts"), 150, environment, named_only),
+        Check(f"sharded{suffix}", number, ("heal", backend, "sharded"), 120, environment, named_only),
         Check(f"agents{suffix}", number, ("agents", backend), 90, environment, named_only),
         Check(f"templates{suffix}", number, ("templates", backend), 170, environment, True),
     ]

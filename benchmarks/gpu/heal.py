@@ -1,6 +1,6 @@
 """Ranks on the card fail, and the survivors are compared with an undisturbed run.
 
-    python -m benchmarks.gpu.heal gloo|nccl|apart faults|layouts [CASE]...
+    python -m benchmarks.gpu.heal gloo|nccl|apart faults|layouts|sharded [CASE]...
 
 nccl: several NCCL ranks on one card, which NCCL allows from 2.30 on. apart: each rank tells NCCL that it is on a host
 of its own. The ranks are those of the rank tests (`tests.support.rank_harness`), with the controller's own decisions.
@@ -22,7 +22,7 @@ from tests.support import proof, rank_harness
 from tests.support.moments import fault
 from tests.support.rank_harness import Ranks
 
-SCRIPT = Path(__file__).with_name("ranks.py")
+SCRIPT, SHARDED_SCRIPT = (Path(__file__).with_name(name) for name in ("ranks.py", "sharded_ranks.py"))
 MEMORY = "/dev/shm"
 RUN_SECONDS, STOP_SECONDS, LATE_SECONDS = 50.0, 20.0, 4.0
 # A card adds gradients in another order each time: on the CPU tests/process has 1e-7 and 1e-5.
@@ -47,6 +47,8 @@ class Case:
     gradients: bool = True
     losses: float = LOSSES
     """The largest relative difference of a loss."""
+    lanes: int = 1
+    """Ranks of a replica that have micro-batches of their own."""
 
 
 OVERLAP = {"TINY_OVERLAP": "1"}
@@ -172,7 +174,45 @@ def shapes() -> dict[str, Case]:
     return found
 
 
-CASES_OF = {"faults": CASES, "layouts": shapes()}
+# Settings of a module that `fully_shard` has sharded, and the place in iteration 2 at which the last rank is killed.
+HSDP = {"TINY_SHARD": "2"}
+CONTEXT = {"TINY_SHARD": "1", "TINY_CONTEXT": "2"}
+SEVERAL = {"TINY_BUCKET": "4096"}  # bytes of a bucket: the reduces between replicas begin in the backward pass
+MODULES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "HSDP F2 x DP2, kill in the reduce-scatter in a replica": (HSDP, {"at": "scatter", "count": 1}),
+    "HSDP F2 x DP2, kill in a gather that has begun": (
+        HSDP,
+        {"at": "gather", "count": 2, "kind": "late", "delay": 0.001},
+    ),
+    "HSDP F2 x DP2, kill in the reduce over replicas": (
+        HSDP,
+        {"at": "reduce", "count": 1, "kind": "late", "delay": 0.001},
+    ),
+    "HSDP F2 x DP2, kill in the step": (HSDP, {"at": "step"}),
+    "HSDP F2 x DP2, overlapped reduces, kill in one of them": (
+        HSDP | SEVERAL,
+        {"at": "reduce", "count": 1, "kind": "late", "delay": 0.001},
+    ),
+    "context parallelism, CP2 x DP2, kill in a gather that has begun": (
+        CONTEXT,
+        {"at": "gather", "count": 2, "kind": "late", "delay": 0.001},
+    ),
+}
+
+
+def modules() -> dict[str, Case]:
+    """Return the cases of :data:`MODULES`, each after an undisturbed one with its settings."""
+    found = {}
+    for name, (settings, strikes) in MODULES.items():
+        like = name.rsplit(", kill", 1)[0] + ", undisturbed"
+        common = {"TINY_SCRIPT": str(SHARDED_SCRIPT), **settings}
+        lanes, keywords = int(settings["TINY_SHARD"]), {"replica": 2}
+        for title, faults, left in ((like, [], [0, 1, 2, 3]), (name, [fault(3, 2, **strikes)], [0, 1])):
+            found[title] = Case(faults, left, 4, 5, common, keywords, like, lanes=lanes)
+    return found
+
+
+CASES_OF = {"faults": CASES, "layouts": shapes(), "sharded": modules()}
 
 
 def environment(backend: str) -> dict[str, str]:
@@ -248,7 +288,7 @@ def times(ranks: Ranks, out: Path) -> dict[str, Any]:
 
 def compare(case: Case, ranks: Ranks, out: Path, reference: Path) -> dict[str, float]:
     """Return the largest relative differences of losses and gradients. Raises AssertionError if one is too large."""
-    proof.exactly_once(ranks, case.iterations)
+    proof.exactly_once(ranks, case.iterations, case.lanes)
     if ranks.replica == 1:
         proof.nothing_thrown_away(ranks)
     found, wanted = proof.losses(out), proof.losses(reference)

@@ -1,15 +1,12 @@
-"""Train tiny_gpt on the first card of the machine; a rank's notes are JSON lines in TINY_OUT/notes.SLOT.
+"""Train tiny_gpt on the first card of the machine.
 
-Environment, beside tiny_gpt's, whose TINY_FAULT has the kinds "assert", "illegal" and "oom", real errors of CUDA:
+Environment, beside tiny_gpt's and that of ``device``:
 
-GPU_BACKEND: "nccl" or "gloo"
-GPU_APART=1: each rank tells NCCL that it is on a host of its own, as NCCL before 2.30 needs on a shared card
 GPU_PLAIN=1: no fault points
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -20,33 +17,13 @@ from typing import Any
 UNICRON_PRELOAD = ("sbatch_templates.gpt_imports",)
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-SLOT = os.environ.get("UNICRON_SLOT", "0")
-if os.environ.get("GPU_APART") == "1":
-    os.environ["NCCL_HOSTID"] = f"slot{SLOT}"
-
 import torch  # noqa: E402
-
-ON_CARD = torch.cuda.is_available()
-DEVICE = torch.device("cuda", 0) if ON_CARD else torch.device("cpu")
-BACKEND = os.environ.get("GPU_BACKEND", "gloo") if ON_CARD else "gloo"
-if ON_CARD:
-    torch.cuda.set_device(DEVICE)
-
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
 
 import unicron  # noqa: E402
-from benchmarks.gpu import cuda_errors  # noqa: E402
+from benchmarks.gpu.device import BACKEND, DEVICE, ON_CARD, note, note_all  # noqa: E402
 from tests.support import fault_points, tiny_gpt  # noqa: E402
-from unicron_transition.seams import nccl, process_groups  # noqa: E402
-from unicron_transition.session import session  # noqa: E402
-from unicron_transition.snapshot import image_format, keeper  # noqa: E402
-
-
-def note(what: str, **figures: Any) -> None:
-    """Note an event."""
-    with (fault_points.OUT / f"notes.{SLOT}").open("a") as file:
-        file.write(json.dumps({"what": what, "at": time.time(), **figures}) + "\n")
 
 
 def use_card() -> None:
@@ -86,54 +63,6 @@ class OneByOne:
             work.wait()
 
 
-def note_aborts() -> None:
-    """Note the seconds of aborts and of the end of groups, and the exception of the main thread."""
-    run, recover, tear_down = nccl._Abort.run, session.Session._recover, process_groups.tear_down
-
-    def running(self: Any) -> None:
-        began = time.monotonic()
-        run(self)
-        if self.had:
-            note("abort", seconds=time.monotonic() - began)
-
-    def recovering(self: Any, error: Exception) -> bool:
-        note("caught", error=f"{type(error).__name__}: {error}"[:300], phase=self._at.phase)
-        return recover(self, error)
-
-    def tearing_down() -> None:
-        began = time.monotonic()
-        tear_down()
-        note("torn down", seconds=time.monotonic() - began)
-
-    nccl._Abort.run = running
-    session.Session._recover = recovering
-    process_groups.tear_down = tearing_down
-
-
-def note_copies() -> None:
-    """Note the seconds of a copy of the state to memory, of its checksum, and of the training's wait for it."""
-
-    def timed(owner: Any, name: str, what: str) -> None:
-        original = getattr(owner, name)
-
-        def wrapped(*arguments: Any, **keywords: Any) -> Any:
-            began = time.monotonic()
-            try:
-                return original(*arguments, **keywords)
-            finally:
-                note(what, seconds=time.monotonic() - began)
-
-        setattr(owner, name, wrapped)
-
-    timed(keeper.Keeper, "copy", "keeper.copy")
-    timed(keeper.Keeper, "_copy", "keeper._copy")
-    timed(keeper.Keeper, "wait_copied", "keeper.wait_copied")
-    timed(keeper.Keeper, "wait_whole", "keeper.wait_whole")
-    timed(keeper._GpuCopier, "copy", "card.copy")
-    timed(keeper._GpuCopier, "_pin", "card.pin")
-    timed(image_format.Image, "mark_whole", "sums")
-
-
 def memory_note(made: unicron.Session) -> Callable[[], dict[str, Any]]:
     """Return a function for each iteration that notes the rank's memory."""
     parameters = sum(each.numel() for chunk in made._model for each in chunk.module.parameters())
@@ -150,20 +79,6 @@ def memory_note(made: unicron.Session) -> Callable[[], dict[str, Any]]:
     return note_memory
 
 
-def strike_cards() -> None:
-    """Add the kinds of faults of a card."""
-    strike = fault_points.strike
-
-    def strike_more(fault: dict[str, Any]) -> None:
-        if fault["kind"] not in cuda_errors.KINDS:
-            return strike(fault)
-        path = fault_points.OUT / f"fault.{SLOT}.{fault_points.INCARNATION}.{fault_points.now['iteration']}"
-        path.write_text(repr(time.time()))
-        cuda_errors.KINDS[fault["kind"]]()
-
-    fault_points.strike = strike_more
-
-
 def make() -> unicron.Session:
     """Return the session of tiny_gpt's model on this device."""
     unicron.init_process_group(BACKEND, unicron.Layout(tensor=tiny_gpt.TENSOR, pipeline=tiny_gpt.PIPELINE))
@@ -178,9 +93,7 @@ def make() -> unicron.Session:
 use_card()
 if __name__ == "__main__":
     began = time.time()
-    note_aborts()
-    note_copies()
-    strike_cards()
+    note_all()
     made = make()
     note("made", seconds=time.time() - began)
     fault_points.train(made, memory_note(made))

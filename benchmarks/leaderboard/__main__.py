@@ -22,7 +22,7 @@ from benchmarks.leaderboard import notes, play, rows
 from benchmarks.leaderboard.failures import EVERY, FAILURES, Missed
 from benchmarks.leaderboard.play import BROKE_OFF, Limits, describe
 from benchmarks.leaderboard.rows import Row, Share
-from benchmarks.leaderboard.systems import SYSTEMS, System
+from benchmarks.leaderboard.systems import MODELS, System
 from benchmarks.leaderboard.systems.base import Absent
 from benchmarks.report import commit, machine
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError, one_line
@@ -124,11 +124,16 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="where the results are written")
     parser.add_argument("--quick", action="store_true", help="once, with shorter limits, and a stream of a minute")
-    parser.add_argument("--system", action="append", choices=SYSTEMS, help="only these; may be given several times")
+    parser.add_argument("--model", choices=MODELS, default="dp", help="whole in each rank, or sharded (hsdp)")
+    parser.add_argument(
+        "--system", action="append", choices=MODELS["dp"], help="only these; may be given several times"
+    )
     parser.add_argument("--failure", action="append", choices=FAILURES, help="only these")
     parser.add_argument("--repetitions", type=int, help="of each failure, 5 or with --quick 1; 0: none")
     parser.add_argument("--stream-minutes", type=float, help="20, or with --quick 1; 0: no stream")
     options = parser.parse_args(words)
+    if missing := sorted(set(options.system or ()) - set(MODELS[options.model])):
+        parser.error(f"{missing[0]} does not train {options.model}: {', '.join(MODELS[options.model])} do")
     if options.repetitions is None:
         options.repetitions = 1 if options.quick else 5
     if options.stream_minutes is None:
@@ -140,7 +145,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace, results: Results, folder: Path) -> None:
     """Let the systems take turns at each failure, then give each its stream."""
-    names, limits = options.system or list(SYSTEMS), QUICK if options.quick else FULL
+    systems = MODELS[options.model]
+    names, limits = options.system or list(systems), QUICK if options.quick else FULL
     wanted: dict[int, float] = {}
     if options.repetitions or options.stream_minutes:
         wanted = play.reference(folder / "reference", 400 if options.quick else 1200)
@@ -148,14 +154,16 @@ def run(options: argparse.Namespace, results: Results, folder: Path) -> None:
         for turn, failure in enumerate(options.failure or FAILURES):
             first = (repetition + turn) % len(names)
             for name in names[first:] + names[:first]:
-                row = one(SYSTEMS[name], failure, folder / f"{name}.{failure}.{repetition}", limits, wanted)
-                row.repetition = repetition
+                row = one(systems[name], failure, folder / f"{name}.{failure}.{repetition}", limits, wanted)
+                row.repetition, row.model = repetition, options.model
                 results.add(row)
     if options.stream_minutes:
         for name in names:
             undisturbed = 20.0 if options.quick else 60.0
             place = folder / f"{name}.stream"
-            results.add(stream(SYSTEMS[name], place, options.stream_minutes, undisturbed, wanted))
+            share = stream(systems[name], place, options.stream_minutes, undisturbed, wanted)
+            share.model = options.model
+            results.add(share)
 
 
 def main(words: Sequence[str] | None = None) -> int:

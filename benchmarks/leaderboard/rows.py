@@ -61,6 +61,7 @@ class Row(msgspec.Struct):
     longest_pause_seconds: float | None = None
     iterations_compared: int | None = None
     """Iterations whose losses were compared."""
+    model: str = "dp"
 
 
 class Share(msgspec.Struct):
@@ -86,6 +87,7 @@ class Share(msgspec.Struct):
     commit: str = ""
     loss_difference: float | None = None
     iterations_compared: int | None = None
+    model: str = "dp"
 
 
 def encode(row: Row | Share) -> dict[str, Any]:

@@ -14,7 +14,17 @@ from tests.support.processes import call
 
 LIMIT = 1200.0
 pytestmark = [pytest.mark.process, pytest.mark.timeout(LIMIT + 60)]
-SHORT = {"checkpoint_interval", "checkpoints", "detector", "log_growth", "planner", "scale", "scrape", "slices"}
+SHORT = {
+    "checkpoint_interval",
+    "checkpoints",
+    "detector",
+    "failure_rates",
+    "log_growth",
+    "planner",
+    "scale",
+    "scrape",
+    "slices",
+}
 """Those that take some seconds; the others are for `make test-wide`."""
 
 

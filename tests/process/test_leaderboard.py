@@ -22,7 +22,8 @@ PATIENT = {"START_LIMIT": 600.0, "SETTLED": 20.0, "REFERENCE_LIMIT": 1800.0, "OP
 COLLECTIVE_SECONDS, RECOVERY_SECONDS = 60.0, 300.0
 
 
-def test_a_failure_and_a_short_stream_make_a_row_for_each_system(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("model", ["dp", "hsdp"])
+def test_a_failure_and_a_short_stream_make_a_row_for_each_system(model: str, tmp_path: Path, monkeypatch) -> None:
     peers = tmp_path / "peers"
     peers.mkdir()
     (peers / "torchrun").symlink_to(sys.prefix)
@@ -36,7 +37,18 @@ def test_a_failure_and_a_short_stream_make_a_row_for_each_system(tmp_path: Path,
     undisturbed = play.reference
     monkeypatch.setattr(play, "reference", lambda folder, _: undisturbed(folder, ITERATIONS))
     file, named = tmp_path / "results.json", [word for name in SYSTEMS for word in ("--system", name)]
-    words = ["--json", str(file), "--quick", *named, "--failure", "rank-kill", "--stream-minutes", "0.3"]
+    words = [
+        "--json",
+        str(file),
+        "--quick",
+        "--model",
+        model,
+        *named,
+        "--failure",
+        "rank-kill",
+        "--stream-minutes",
+        "0.3",
+    ]
     assert command.main(words) == 0
     rows = json.loads(file.read_text())
     assert [row["system"] for row in rows] == [*SYSTEMS, *SYSTEMS]

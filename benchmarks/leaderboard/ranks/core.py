@@ -10,6 +10,8 @@ LEADERBOARD_MICRO_BATCHES: of an iteration, over all ranks
 LEADERBOARD_DEVICE_SECONDS: sleep of a micro-batch, as if it had a device of its own: the ranks share cores
 LEADERBOARD_COLLECTIVE_SECONDS: time-out of a collective
 LEADERBOARD_ITERATIONS: length of the training
+LEADERBOARD_WIDTH: of the model
+LEADERBOARD_SHARD: ranks that share the parameters of a replica, by `fully_shard`; 1 for plain data parallelism
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 MICRO_BATCHES = int(os.environ.get("LEADERBOARD_MICRO_BATCHES", "16"))
-SAMPLES, LENGTH, VOCABULARY, WIDTH, LAYERS = 4, 32, 64, 96, 2
-SEED = 1234
+SAMPLES, LENGTH, VOCABULARY, LAYERS = 4, 32, 64, 2
+WIDTH = int(os.environ.get("LEADERBOARD_WIDTH", "96"))
+SEED, RATE = 1234, 1e-3
 START_TIMEOUT = datetime.timedelta(seconds=60)  # for all ranks of a world to connect
 
 OUT = Path(os.environ.get("LEADERBOARD_OUT", "."))
@@ -39,6 +43,7 @@ CHECKPOINT = Path(os.environ.get("LEADERBOARD_CHECKPOINT", "checkpoint.pt"))
 DEVICE_SECONDS = float(os.environ.get("LEADERBOARD_DEVICE_SECONDS", "0.025"))
 COLLECTIVE_SECONDS = float(os.environ.get("LEADERBOARD_COLLECTIVE_SECONDS", "3"))
 ITERATIONS = int(os.environ.get("LEADERBOARD_ITERATIONS", "1000000"))
+SHARD = int(os.environ.get("LEADERBOARD_SHARD", "1"))
 TIMEOUT = datetime.timedelta(seconds=COLLECTIVE_SECONDS)
 _asked: list[int] = []  # signals that were not answered yet
 
@@ -60,7 +65,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Tokens to logits; about 240,000 parameters."""
+    """Tokens to logits; about 240,000 parameters by default."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +82,7 @@ def build() -> tuple[Model, torch.optim.Optimizer]:
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     model = Model()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, torch.optim.AdamW(model.parameters(), lr=RATE)
 
 
 def micro_batch(iteration: int, index: int) -> torch.Tensor:
@@ -131,18 +136,26 @@ def compute(model: nn.Module, iteration: int, rank: int, size: int, notes: Notes
     """Compute this rank's share of an iteration: micro-batch i belongs to rank i mod size.
 
     Return (micro-batches, sum of their losses / MICRO_BATCHES). The gradients are scaled for a reduce that divides by
-    `size`, as DistributedDataParallel does in the last backward pass.
+    `size`, as DistributedDataParallel and `fully_shard` do in the last backward pass.
     """
     mine = list(range(rank, MICRO_BATCHES, size))
     total = torch.zeros(1)
-    alone = model.no_sync if isinstance(model, nn.parallel.DistributedDataParallel) else contextlib.nullcontext
     for index in mine:
-        with contextlib.nullcontext() if index == mine[-1] else alone():
+        with reducing(model, last=index == mine[-1]):
             loss = loss_of(model, micro_batch(iteration, index)) / MICRO_BATCHES
             notes.micro(iteration, index)
             total += loss.detach()
             (loss * size).backward()
     return mine, total
+
+
+def reducing(model: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
+    """Return a context for a micro-batch, in which gradients are reduced over the replicas only in the `last` one."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(last)
+    elif isinstance(model, nn.parallel.DistributedDataParallel) and not last:
+        return model.no_sync()
+    return contextlib.nullcontext()
 
 
 # ------------------------------------------------------------ the state

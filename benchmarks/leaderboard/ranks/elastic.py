@@ -1,4 +1,4 @@
-"""Train with DistributedDataParallel and checkpoints, as torch's documents do for elastic jobs.
+"""Train with DistributedDataParallel, or `fully_shard`, and checkpoints, as torch's documents do for elastic jobs.
 
 torchrun, a plain Slurm job and Unicron's restart mode start it. Under ft_launcher (`--heartbeats`) it also sends the
 heartbeats of NVRx's documents.
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.leaderboard.ranks import core
+from benchmarks.leaderboard.ranks import core, sharded
 
 
 class Keeper(Protocol):
@@ -31,14 +31,17 @@ def train(keeper: Keeper, monitor: Any = None) -> None:
     notes = core.Notes(rank)
     if monitor is not None:
         monitor.init_workload_monitoring()
-    model, optimizer = core.build()
     # Ranks may be slow to connect, but a collective may not be slow.
     group = dist.new_group(timeout=core.TIMEOUT)
+    if core.SHARD > 1:
+        model, optimizer = sharded.build(sharded.hybrid_mesh(rank, size, core.TIMEOUT))
+    else:
+        model, optimizer = core.build()
     first = keeper.load(model, optimizer)
-    ddp = DistributedDataParallel(model, process_group=group)
+    trained = model if core.SHARD > 1 else DistributedDataParallel(model, process_group=group)
     for iteration in range(first, core.ITERATIONS):
         optimizer.zero_grad()
-        mine, total = core.compute(ddp, iteration, rank, size, notes)
+        mine, total = core.compute(trained, iteration, rank, size, notes)
         dist.all_reduce(total, group=group)
         if monitor is not None:
             monitor.send_heartbeat()
@@ -47,7 +50,7 @@ def train(keeper: Keeper, monitor: Any = None) -> None:
         keeper.save(model, optimizer, iteration + 1, rank)
     # torch 2.13: if DDP is the last to release its group, it holds the GIL and waits for gloo's thread, which may want
     # the GIL for the tensors of the last collective.
-    del ddp
+    del trained, model
     dist.destroy_process_group()
 
 
@@ -57,7 +60,7 @@ def main() -> None:
         from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
 
         monitor = RankMonitorClient()
-    train(core.Files(), monitor)
+    train(sharded.Files() if core.SHARD > 1 else core.Files(), monitor)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 
 import unicron
-from benchmarks.leaderboard.ranks import core
+from benchmarks.leaderboard.ranks import core, sharded
 
 
 def main() -> None:
-    unicron.init_process_group("gloo")
-    model, optimizer = core.build()
+    unicron.init_process_group("gloo", layout=unicron.Layout(shard=core.SHARD))
+    model, optimizer = core.build() if core.SHARD == 1 else sharded.build(unicron.shard_mesh())
     done: dict[int, list[int]] = {}  # iteration -> micro-batches that this process has computed
 
     def fetch(iteration: int, index: int) -> tuple[int, int, torch.Tensor]:

@@ -37,6 +37,8 @@ class System:
     """The package that has its version."""
     collective = 3.0
     """Time-out of a collective in seconds; for some systems this ends a hang."""
+    shard = 1
+    """Ranks that share the parameters of a replica."""
     standbys = 0
     """Nodes more than ranks, for systems that cannot train with fewer ranks."""
 
@@ -51,6 +53,7 @@ class System:
             "LEADERBOARD_CHECKPOINT": str(folder / "checkpoint.pt"),
             processes.RUN: self.run,
             "LEADERBOARD_COLLECTIVE_SECONDS": str(self.collective),
+            "LEADERBOARD_SHARD": str(self.shard),
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             **variables,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.leaderboard.systems.base import RANKS, Launched
+from benchmarks.leaderboard.systems.base import HEAD, RANKS, Launched, answers, free_port
+from tests.support.processes import wait_for
 
 RESTARTS = "1000"  # more than any job needs
 
@@ -26,7 +27,8 @@ class Torchrun(Launched):
         return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
     def _sizes(self) -> str:
-        return f"--nnodes={self.size if self.standbys else 1}:{self.size + self.standbys}"
+        least = self.size if self.standbys or self.shard > 1 else 1
+        return f"--nnodes={least}:{self.size + self.standbys}"
 
     def _options(self) -> list[str]:
         rendezvous = "is_host=0,last_call_timeout=1,join_timeout=600,keep_alive_interval=1,keep_alive_max_attempt=3"
@@ -41,6 +43,13 @@ class Torchrun(Launched):
             "--rdzv-id=leaderboard",
             "--local-addr=127.0.0.1",
         ]
+
+
+class ShardedTorchrun(Torchrun):
+    """docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html. Its checkpoints are of a fixed number of shards, so
+    all nodes must be there."""
+
+    shard = 2
 
 
 class FtLauncher(Torchrun):
@@ -121,6 +130,41 @@ class Torchft(Launched):
             "REPLICA_GROUP_ID": str(node),
             "NUM_REPLICA_GROUPS": str(self.size),
         }
+
+
+class ShardedTorchft(Torchft):
+    """The same with a replica group of two nodes, whose rendezvous is on the head, where it survives any node."""
+
+    shard = 2
+
+    def start(self) -> None:
+        self.store_port = free_port()
+        super().start()
+
+    def start_coordinator(self) -> None:
+        super().start_coordinator()
+        self._launch(HEAD, [self.python, RANKS / "store_host.py", str(self.store_port)], {})
+        wait_for(lambda: answers(self.store_port), lambda: f"the store answers\n{self.logs()}", 60.0)
+
+    def node(self, node: int) -> Sequence[str | Path]:
+        rendezvous = "is_host=0,last_call_timeout=1,join_timeout=600,keep_alive_interval=1,keep_alive_max_attempt=3"
+        return [
+            self.program("torchrun"),
+            f"--nnodes={self.shard}",
+            "--nproc-per-node=1",
+            f"--max-restarts={RESTARTS}",
+            "--monitor-interval=0.1",
+            f"--rdzv-endpoint=127.0.0.1:{self.store_port}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-conf={rendezvous}",
+            f"--rdzv-id=replica{node // self.shard}",
+            "--local-addr=127.0.0.1",
+            RANKS / "torchft_ranks.py",
+        ]
+
+    def more(self, node: int) -> Mapping[str, str]:
+        replicas = {"REPLICA_GROUP_ID": str(node // self.shard), "NUM_REPLICA_GROUPS": str(self.size // self.shard)}
+        return {**super().more(node), **replicas, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class TorchftNightly(Torchft):

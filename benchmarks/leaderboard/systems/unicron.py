@@ -77,6 +77,12 @@ class Session(System):
         return f"unicron {version('unicron-slurm')}, commit {commit()}"
 
 
+class ShardedSession(Session):
+    """docs/user-guide.md, the same with `fully_shard`: two elements of one rank are a replica."""
+
+    shard = 2
+
+
 class Restart(Session):
     """docs/user-guide.md, *Restart mode*, with the two lines of `unicron.memory`."""
 

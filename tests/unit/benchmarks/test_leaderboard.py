@@ -19,7 +19,7 @@ from benchmarks.leaderboard.__main__ import QUICK, Results, main, one, stream
 from benchmarks.leaderboard.notes import Note
 from benchmarks.leaderboard.ranks import core
 from benchmarks.leaderboard.rows import Row, Share
-from benchmarks.leaderboard.systems import SYSTEMS, System
+from benchmarks.leaderboard.systems import MODELS, SYSTEMS, System
 from tests.support.processes import wait_for
 from unicron_ctl.shared.system.errors import UserError
 
@@ -206,7 +206,29 @@ def test_the_stream_is_compared_in_what_was_trained_and_not_in_shares_of_each_sy
 def test_all_systems_of_the_leaderboard_are_there() -> None:
     asked = "torchrun torchft torchft-nightly nvrx-inprocess nvrx-launcher lm-resiliency torchrun-debian"
     asked += " nvrx-0.7-inprocess nvrx-0.7-launcher slurm-requeue unicron-restart unicron"
-    assert set(SYSTEMS) == set(asked.split())
+    assert set(SYSTEMS) == set(asked.split()) and MODELS["dp"] is SYSTEMS
+    assert {system.shard for system in SYSTEMS.values()} == {1}
+
+
+def test_the_sharded_model_is_trained_by_systems_that_have_it_in_two_replicas(tmp_path) -> None:
+    sharded = MODELS["hsdp"]
+    assert set(sharded) == {"torchrun", "torchft", "unicron"} and {system.shard for system in sharded.values()} == {2}
+    assert all(system.name == name and system.name in SYSTEMS for name, system in sharded.items())
+    torchft = sharded["torchft"](tmp_path / "torchft")
+    torchft.port = torchft.store_port = 1
+    assert torchft.variables["LEADERBOARD_SHARD"] == "2"
+    assert [torchft.more(node)["REPLICA_GROUP_ID"] for node in range(4)] == ["0", "0", "1", "1"]
+    assert [torchft.node(node)[-3] for node in range(4)] == [f"--rdzv-id=replica{each}" for each in (0, 0, 1, 1)]
+
+
+def test_a_row_says_which_model_was_trained(tmp_path, monkeypatch) -> None:
+    nothing = notes.Figures(None, None, None, 0, 0)
+    monkeypatch.setattr("benchmarks.leaderboard.__main__.MODELS", {"dp": {}, "hsdp": {"watched": Watched}})
+    monkeypatch.setattr(play, "reference", lambda *_: {})
+    monkeypatch.setattr(play, "fail", lambda *_: play.Outcome(True, nothing, {}))
+    monkeypatch.setattr(play, "stream", lambda *_: play.Stream(950, 10.0, [100.0]))
+    assert main(["--json", str(tmp_path / "rows.json"), "--quick", "--failure", "hang", "--model", "hsdp"]) == 0
+    assert [made["model"] for made in json.loads((tmp_path / "rows.json").read_text())] == ["hsdp", "hsdp"]
 
 
 def test_a_failure_of_a_node_hits_the_standby_that_has_taken_its_place(tmp_path) -> None:
@@ -341,6 +363,7 @@ NO_RUN = ["--repetitions", "0", "--stream-minutes", "0"]
         (["--json", "new.json", "--repetitions", "-1"], "--repetitions and --stream-minutes are at least 0"),
         (["--json", "new.json", "--stream-minutes", "-1"], "--repetitions and --stream-minutes are at least 0"),
         (["--json", "new.json", "--stream-minutes", "nan"], "--repetitions and --stream-minutes are at least 0"),
+        (["--json", "new.json", "--model", "hsdp", "--system", "nvrx-launcher"], "torchrun, torchft, unicron do"),
     ],
 )
 def test_wrong_use_is_refused_before_anything_runs(words, why, tmp_path, monkeypatch, capsys) -> None:
@@ -355,7 +378,7 @@ def test_wrong_use_is_refused_before_anything_runs(words, why, tmp_path, monkeyp
 
 
 def test_a_system_that_did_not_train_makes_the_exit_status(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("benchmarks.leaderboard.__main__.SYSTEMS", {"watched": Watched})
+    monkeypatch.setattr("benchmarks.leaderboard.__main__.MODELS", {"dp": {"watched": Watched}})
     monkeypatch.setattr(play, "reference", lambda *_: {})
     words = ["--failure", "hang", "--repetitions", "1", "--stream-minutes", "0"]
     assert main(["--json", str(tmp_path / "none.json"), *NO_RUN]) == 0
@@ -375,7 +398,7 @@ def test_failures_and_streams_are_laid_over_one_undisturbed_run(tmp_path, monkey
     monkeypatch.setattr(play, "fail", lambda *_: play.Outcome(True, nothing, {0: [2.0]}))
     found = play.Stream(950, 10.0, [100.0], losses={0: [3.0]})
     monkeypatch.setattr(play, "stream", lambda *_: found)
-    monkeypatch.setattr("benchmarks.leaderboard.__main__.SYSTEMS", {"watched": Watched})
+    monkeypatch.setattr("benchmarks.leaderboard.__main__.MODELS", {"dp": {"watched": Watched}})
     path = tmp_path / "results.json"
     assert main(["--json", str(path), "--quick", "--failure", "hang"]) == 0 and lengths == [400]
     failed, streamed = json.loads(path.read_text())
