@@ -23,7 +23,7 @@ SCRIPT = ROOT / "tests" / "support" / "tiny_sharded.py"
 ITERATIONS = 5
 GRADIENTS = 1e-6  # relative to the largest, in fp32
 LOSSES = 1e-6  # relative
-LAYOUTS: dict[str, tuple[int, int, int]] = {  # ranks, shard, tensor
+LAYOUTS: dict[str, tuple[int, int, int]] = {  # ranks, shard (and context), tensor
     "DP2 F2": (4, 2, 1),
     "DP3 F2": (6, 2, 1),
     "DP2 F2 TP2": (8, 2, 2),
@@ -81,7 +81,12 @@ def run(references, tmp_path):
     """Run ranks with faults, and prove what must hold of every run. out: another folder than the test's."""
 
     def go(
-        layout: str, *faults: dict, settings: dict[str, str] | None = None, out: Path = tmp_path, **keywords
+        layout: str,
+        *faults: dict,
+        settings: dict[str, str] | None = None,
+        out: Path = tmp_path,
+        lanes: int | None = None,
+        **keywords,
     ) -> Ranks:
         size, shard, tensor = LAYOUTS[layout]
         mine = environment(layout, **settings or {})
@@ -91,7 +96,7 @@ def run(references, tmp_path):
         ranks = Ranks(out, size, list(faults), fork=True, replica=shard * tensor, **keywords, **more)
         ranks.drive()
         reference = references(layout, settings or {})
-        proof.exactly_once(ranks, ITERATIONS, lanes=shard)
+        proof.exactly_once(ranks, ITERATIONS, lanes=lanes or shard)
         proof.same_losses(out, reference, LOSSES)
         found = proof.gradient_differences(out, reference, ITERATIONS, shard * tensor, relative=True)
         print(f"gradients differ by {max(found.values()):.1e} at most")
@@ -165,6 +170,14 @@ def test_ranks_that_start_again_complete_a_replica(run):
     gate = fault(1, 3, "fetch", kind="wait", gate=1)  # until the newcomer is offered
     ranks = run("DP3 F2", fault(4, 1, "fetch"), gate, restart=True)
     assert next(plan for plan in ranks.plans if plan.boundary).joiners
+
+
+@pytest.mark.parametrize("tokens", ["0", "1"])
+def test_ranks_that_share_each_sequence(run, tokens):
+    """Two context ranks hold the shards, and each of them computes half of the loss."""
+    settings = {"TINY_SHARD": "1", "TINY_CONTEXT": "2", "TINY_TOKENS": tokens}
+    ranks = run("DP2 F2", fault(3, 1, "scatter", 1), settings=settings, lanes=1)
+    assert any(lost for _, lost, _ in ranks.breaks)
 
 
 def test_what_is_left_of_two_replicas_is_one(run):

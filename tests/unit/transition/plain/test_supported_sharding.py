@@ -101,6 +101,15 @@ def test_what_a_session_can_heal_is_not_refused(meshes):
     check(blocks(frozen, meshes.mesh("shard")), meshes)
 
 
+def test_a_mesh_comes_before_the_session_and_has_ranks(meshes):
+    with pytest.raises(ValueError, match=r"no context ranks: write unicron.Layout\(context=...\)"):
+        meshes.mesh("context")
+    late = Meshes(SHAPE, "cpu")
+    late.settle_groups()
+    with pytest.raises(RuntimeError, match=r"before unicron\.Session"):
+        late.mesh("shard")
+
+
 def test_ranks_that_are_no_whole_replicas_are_refused_in_one_line(meshes):
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
