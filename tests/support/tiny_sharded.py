@@ -175,6 +175,9 @@ def forward_step(tokens: torch.Tensor, model: torch.nn.Module):
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if CONTEXT > 1 and ALONE is None:
         inputs, targets, counts = (own_part(each, 1) for each in (inputs, targets, counts))
+    if "unreduced" in KIND and ALONE is None:
+        model.set_requires_gradient_sync(False)
+        model.set_is_last_backward(False)
     logits = model(inputs).float()
     losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return (losses[counts.flatten()].sum(), counts.sum()) if TOKENS else losses.mean()
