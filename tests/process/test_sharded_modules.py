@@ -140,6 +140,8 @@ KINDS = {
     "buckets": {"TINY_BUCKET": "4500"},
     "fused": {"TINY_KIND": "fused"},
     "no copies": {"UNICRON_SNAPSHOT": "none"},
+    "settings": {"TINY_KIND": "after unreduced"},
+    "ahead": {"TINY_KIND": "ahead checkpoint"},
 }
 
 

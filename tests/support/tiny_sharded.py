@@ -5,7 +5,8 @@ Environment, beside that of `fault_points`: TINY_SHARD ranks that share the para
 TINY_CONTEXT ranks that share each sequence, whose parameters are sharded over them, too;
 TINY_TOKENS=1 for a loss per token; TINY_DROPOUT; TINY_CLIP the largest norm; TINY_BUCKET bytes of a bucket of
 gradients; TINY_KIND words: "mixed" precision, "checkpoint" activations, "compile" blocks, "frozen" first block, "keep"
-gathered parameters until the backward pass, "grouped" blocks, "adafactor" and "fused" optimizers;
+gathered parameters until the backward pass, "after" it, too, "grouped" blocks, blocks gathered "ahead", gradients that
+are "unreduced" in all but the last micro-batch of a loop of its own, "adafactor" and "fused" optimizers;
 TINY_ALONE=1: a loop of torch alone, of one process with whole parameters; TINY_CHECKPOINTS, TINY_CHECKPOINT_EVERY.
 """
 
@@ -130,6 +131,13 @@ def shard(model: Model) -> None:
     for block in [list(model.blocks)] if "grouped" in KIND else model.blocks:
         fsdp.fully_shard(block, mesh=unicron.shard_mesh(), **more)
     fsdp.fully_shard(model, mesh=unicron.shard_mesh(), **more)
+    if "after" in KIND:
+        model.set_reshard_after_backward(False)
+    if "ahead" in KIND:
+        first, last = model.blocks
+        first.set_modules_to_forward_prefetch([last])
+        last.set_modules_to_backward_prefetch([first])
+        model._set_unshard_async_op(True)
 
 
 def part(name: str, whole: torch.Tensor, place: int) -> torch.Tensor:
@@ -167,6 +175,9 @@ def forward_step(tokens: torch.Tensor, model: torch.nn.Module):
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if CONTEXT > 1 and ALONE is None:
         inputs, targets, counts = (own_part(each, 1) for each in (inputs, targets, counts))
+    if "unreduced" in KIND and ALONE is None:
+        model.set_requires_gradient_sync(False)
+        model.set_is_last_backward(False)
     logits = model(inputs).float()
     losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return (losses[counts.flatten()].sum(), counts.sum()) if TOKENS else losses.mean()

@@ -127,8 +127,7 @@ class PlainGradients(Accumulation):
         self._tree = modules.ModuleTree(self._module)
         self._lanes, self._lane = work.layout.lanes, work.layout.lane(work.place)
         self._parts, self._part = work.layout.context, work.layout.coordinate(work.place).context
-        self._sharded = bool(dtensors.sharding_modules(self._module))
-        fully_shard.sum_gradients(self._module)
+        self._sharded = dtensors.sharding_modules(self._module)
         self._scale = scale
         """Multiplies a loss before its backward pass (a GradScaler's)."""
         self._forward_step = forward_step
@@ -221,10 +220,12 @@ class PlainGradients(Accumulation):
             self._begin_backward()
             scaled = self._scale(loss)
             self._watch_pass(scaled, last=together[-1] == owed[-1])
+            fully_shard.sum_gradients(self._sharded)
             scaled.backward()
             self._missing = []
             self._end_backward(time.perf_counter())
             self._finish(ledger, together)
+        fully_shard.gather_anew(self._sharded)
         self._check_untouched(before)
         self._passes += bool(owed)
 
@@ -268,8 +269,7 @@ class PlainGradients(Accumulation):
                 loss = Loss(*self._parse_result(self._forward_step(fetch(iteration, index), self._model)))
                 own |= {index: loss} if counts else {}
         self._check_buffers(before)
-        for each in dtensors.sharding_modules(self._module):  # the root's parameters are still whole
-            each.reshard()
+        fully_shard.gather_anew(self._sharded)  # the root's parameters are still whole
         if self._lanes * self._parts > 1:
             told = self._work.inside(tell_parts(own, indices, self._parts, self._part))
             own = hear_parts(told, indices, self._parts)

@@ -162,7 +162,8 @@ class PlainOptimizer:
         norm = math.sqrt(self._sum_inside(squares))
         factor = most / (norm + 1e-6)
         if not factor >= 1:  # also for NaN, as torch does
-            torch._foreach_mul_([dtensors.local(each.grad) for each in found], factor)
+            for each in found:
+                dtensors.local(each.grad).mul_(factor)
         return norm
 
     def _copies(self, parameter: torch.Tensor) -> int:

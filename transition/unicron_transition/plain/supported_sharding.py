@@ -24,6 +24,8 @@ def check_sharding(module: torch.nn.Module, layout: Layout, meshes: Meshes, scal
         )
     sharded = bool(dtensors.sharding_modules(module))
     if sharded:
+        dtensors.check_torch()
+        fully_shard.check_torch()
         refuse(_groups(module))
     refuse(_parameters(module, layout, meshes, sharded))
     if sharded:
@@ -65,10 +67,10 @@ def _groups(module: torch.nn.Module) -> Iterator[str]:
             yield f"a mesh with a dimension for replicas, over which the session adds: write {HOW}"
         if group.post_forward_mesh_info not in (None, group.mesh_info):
             yield "reshard_after_forward as a number of ranks: write True or False"
-        if group._all_reduce_hook is not None:
-            yield "a hook after the reduce (set_all_reduce_hook): leave it out"
         if fully_shard.offloads(group):
             yield "fully_shard with a CPUOffloadPolicy: leave it out"
+    for setting in fully_shard.settings(module):
+        yield f"fully_shard with {setting}: leave it out"
     if name := fully_shard.in_two_groups(module):
         yield f"{name}, which is in two groups of fully_shard: give both modules to one call, fully_shard([one, other])"
 

@@ -9,13 +9,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from unicron_transition.seams import process_groups
+from unicron_transition.seams import fully_shard, process_groups, table
 
 
 def make(device: str, ranks: torch.Tensor, names: Sequence[str]) -> Any:
-    """Make a mesh of these ranks. In a world without peers it has groups of its own in each direction."""
+    """Make a mesh of these ranks. In a world without peers it has groups of its own in each direction. Raises
+    :class:`~unicron_transition.seams.table.UnsupportedLayout` for a torch that differs from the table."""
     from torch.distributed.device_mesh import DeviceMesh
 
+    table.check("torch", table.TORCH_MESHES)
+    fully_shard.note_originals()
     if process_groups.without_peers():
         own = tuple(
             (process_groups.PEERLESS, None) for _ in names

@@ -40,6 +40,8 @@ OPTIM = "torch.distributed.optim"
 STORAGE = "torch.distributed.checkpoint.filesystem"
 RANDOM = "megatron.core.tensor_parallel.random"
 TRANSFORMER = "megatron.core.transformer"
+SHARDED = "torch.distributed.fsdp._fully_shard"
+PLACEMENTS = "torch.distributed.tensor.placement_types"
 SIGNALS = "megatron.training.dist_signal_handler"
 BUCKET_GROUP = "_ParamAndGradBucketGroup"
 ASKS_ONCE = "has_grad_norm_group.~_has_grad_norm_group_cache"
@@ -140,7 +142,127 @@ TORCH_DTENSORS = (
         None,
         "a rank's part of a tensor, without communication",
     ),
-    Seam("torch.distributed.tensor.placement_types", "_StridedShard", None, "the cut of `fully_shard` over a tensor's"),
+    Seam("torch.distributed.tensor._api", "~_spec", None, "a gradient has its parameter's"),
+    Seam(PLACEMENTS, "_StridedShard", None, "the cut of `fully_shard` over a tensor's"),
+    Seam(PLACEMENTS, "~split_factor", None, "the same"),
+)
+# Compared when a script asks for a mesh.
+TORCH_MESHES = (
+    Seam(
+        "torch.distributed.device_mesh",
+        "DeviceMesh.__init__",
+        "self device_type mesh mesh_dim_names backend_override _init_backend _rank _layout _rank_map _root_mesh",
+        "each direction has a group of its own",
+        {
+            "2.15": "self device_type mesh mesh_dim_names backend_override preserve_rank_order _init_backend _rank "
+            "_layout _rank_map _root_mesh"
+        },
+    ),
+    *_seams(
+        "torch.distributed.device_mesh",
+        "a mesh finds other ranks and groups in each generation",
+        dict.fromkeys(("~_rank_map", "~_pg_registry", "~_dim_group_names"), None),
+    ),
+    Seam("torch.distributed.device_mesh", "DeviceMesh._get_root_mesh", "self", "whether a tensor is on the mesh"),
+    Seam(C10D, "_register_process_group", None, "collectives of distributed tensors find a group by its name"),
+    Seam(
+        PLACEMENTS,
+        "Shard._shard_tensor",
+        "self tensor mesh mesh_dim src_data_rank",
+        "without peers nobody sends a rank its part",
+    ),
+    Seam(
+        PLACEMENTS,
+        "Replicate._make_replicate_tensor",
+        "tensor mesh mesh_dim src_data_rank",
+        "the same",
+    ),
+)
+_LATER = {"2.13": NOT_THERE}  # torch has a function for it
+# Compared when a module is sharded.
+TORCH_SHARDED = (
+    Seam(f"{SHARDED}._fully_shard", "FSDPModule._get_fsdp_state", "self", "the groups of a module"),
+    *_seams(
+        f"{SHARDED}._fully_shard",
+        "gradients are added, and each pass reduces them",
+        {
+            "FSDPModule.set_gradient_divide_factor": "self factor",
+            "FSDPModule.set_force_sum_reduction_for_comms": "self enable",
+            "FSDPModule.set_requires_gradient_sync": "self requires_gradient_sync recurse",
+            "FSDPModule.set_is_last_backward": "self is_last_backward",
+            "FSDPModule.reshard": "self",
+        },
+    ),
+    Seam(f"{SHARDED}._fully_shard", "FSDPModule.reset_iter_state", NOT_THERE, "leaves a broken pass", {"2.13": "self"}),
+    Seam(f"{SHARDED}._fsdp_state", "~_fsdp_param_group", None, "the parameters that are gathered together"),
+    Seam(f"{SHARDED}._fsdp_state", "~_fsdp_param_groups", NOT_THERE, "the same", {"2.13": None}),
+    *_seams(f"{SHARDED}._fsdp_state", "leaves a broken pass", dict.fromkeys(("~_is_root", "~_state_ctx"), None)),
+    *(
+        Seam(f"{SHARDED}._fsdp_state", f"~{name}", None, "leaves a broken pass", _LATER)
+        for name in (
+            "_comm_ctx _device_handle _modules_to_run_forward all_states iter_forward_root "
+            "post_backward_final_callback_queued _training_state"
+        ).split()
+    ),
+    Seam(
+        f"{SHARDED}._fsdp_state",
+        "~manual_backward_finalization",
+        NOT_THERE,
+        "gradients that nobody reduces are refused",
+        {"2.15": None},
+    ),
+    *_seams(
+        f"{SHARDED}._fsdp_param_group",
+        "leaves a broken pass",
+        {"FSDPParamGroup._to_sharded": "self"} | dict.fromkeys(("~_all_gather_result", "~fsdp_params"), None),
+    ),
+    *(
+        Seam(f"{SHARDED}._fsdp_param_group", f"~{name}", None, "leaves a broken pass", _LATER)
+        for name in (
+            "_training_state _post_reduce_event _all_reduce_state _partial_reduce_output _post_forward_indices "
+            "_reshard_after_forward_event all_gather_stream reduce_scatter_stream all_reduce_stream all_gather_state "
+            "reduce_scatter_state post_forward_order"
+        ).split()
+    ),
+    *_seams(
+        f"{SHARDED}._fsdp_param_group",
+        "who holds groups; other reduces are refused",
+        dict.fromkeys(
+            (
+                "~mesh_info",
+                "~post_forward_mesh_info",
+                "~_all_gather_comm",
+                "~_reduce_scatter_comm",
+                "~_all_reduce_hook",
+            ),
+            None,
+        ),
+    ),
+    *_seams(
+        f"{SHARDED}._fsdp_collectives", "others are refused", {"DefaultAllGather": None, "DefaultReduceScatter": None}
+    ),
+    Seam(f"{SHARDED}._fsdp_common", "~shard_process_group", None, "the group that gathers"),
+    Seam(f"{SHARDED}._fsdp_common", "~reduce_scatter_process_group", NOT_THERE, "refused", {"2.13": None}),
+    Seam(f"{SHARDED}._fsdp_common", "TrainingState.IDLE", None, "leaves a broken pass", _LATER),
+    *_seams(
+        f"{SHARDED}._fsdp_param",
+        "leaves a broken pass",
+        dict.fromkeys(("~_unsharded_param", "~sharded_param", "~unsharded_accumulated_grad"), None),
+    ),
+    *_seams(
+        f"{SHARDED}._fsdp_param",
+        "what is refused",
+        dict.fromkeys(("~_module_info", "~offload_to_cpu", "~mesh_info"), None),
+    ),
+    Seam(f"{SHARDED}._fsdp_param", "~_orig_param_uid", NOT_THERE, "shared parameters", {"2.13": None}),
+    Seam(
+        f"{SHARDED}._fsdp_param",
+        "FSDPParam.__init__",
+        "self param module_info mesh_info post_forward_mesh_info device shard_placement_fn mp_policy offload_policy",
+        "wrapped: notes shared parameters",
+        _LATER,
+    ),
+    Seam("torch.utils._python_dispatch", "TorchDispatchMode", None, "an optimizer that communicates is refused"),
 )
 # Compared when a checkpoint of torch's own format is written.
 TORCH_CHECKPOINTS = (
@@ -365,7 +487,7 @@ def difference(seams: Iterable[Seam], release: str) -> str | None:
             found = find(seam)
             if expected is not None and found is not ABSENT:
                 parameters = _parameters(found)
-        except (ImportError, AttributeError, ValueError, TypeError):
+        except (ImportError, AttributeError, ValueError, TypeError, OSError):
             return f"{seam.module}.{seam.name} is not there"
         if parameters is not None and expected is not None and parameters != expected.split():
             return f"{seam.module}.{seam.name} takes ({', '.join(parameters)})"

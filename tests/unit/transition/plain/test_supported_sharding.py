@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -16,7 +16,7 @@ from unicron_transition.generations import groups
 from unicron_transition.generations.layout import Layout
 from unicron_transition.generations.meshes import Meshes
 from unicron_transition.plain.module import Plain
-from unicron_transition.seams.table import UnsupportedLayout
+from unicron_transition.seams.table import UnsupportedLayout, numbers
 
 SHAPE = Layout(shard=2, tensor=2)
 
@@ -56,6 +56,12 @@ def without_bias(mesh) -> nn.Module:
     return fully_shard(model, mesh=mesh, ignored_params={model[0].bias})
 
 
+def told(own, setting: str, value: object) -> nn.Module:
+    model = fully_shard(two_layers(), mesh=own.mesh("shard"))
+    getattr(model, setting)(value)
+    return model
+
+
 REFUSED = {
     "FSDP1": lambda own: FullyShardedDataParallel(
         nn.Linear(8, 8), process_group=own.mesh("shard").get_group(), device_id=torch.device("cpu")
@@ -72,6 +78,8 @@ REFUSED = {
     "offload": lambda own: fully_shard(two_layers(), mesh=own.mesh("shard"), offload_policy=CPUOffloadPolicy(False)),
     "tensor alone": lambda own: parallelize_module(nn.Linear(8, 8), own.mesh("tensor"), ColwiseParallel()),
     "whole": lambda own: two_layers(),
+    "hook": lambda own: told(own, "set_all_reduce_hook", print),
+    "own collectives": lambda own: told(own, "set_allocate_memory_from_process_group_for_comm", True),
 }
 
 
@@ -84,6 +92,28 @@ def test_another_sharding_is_refused_in_one_line(meshes, name, snapshot):
     with raises_text(UnsupportedLayout, snapshot) as raised:
         check(REFUSED[name](meshes), meshes)
     assert "\n" not in str(raised.value)
+
+
+SINCE = {"set_separate_reduce_scatter_group": "2.13", "set_manual_backward_finalization": "2.15"}
+
+
+def test_settings_of_later_releases_are_refused_too(meshes):
+    for setting, since in SINCE.items():
+        assert hasattr(FSDPModule, setting) == (numbers(torch.__version__) >= numbers(since))
+        if hasattr(FSDPModule, setting):
+            with pytest.raises(UnsupportedLayout, match=rf"fully_shard with {setting}\(True\): leave it out"):
+                check(told(meshes, setting, True), meshes)
+
+
+def test_a_torch_that_differs_is_refused_before_a_mesh_is_made_or_a_module_taken(meshes, monkeypatch):
+    model = fully_shard(two_layers(), mesh=meshes.mesh("shard"))
+    with monkeypatch.context() as patched:
+        patched.delattr(FSDPModule, "set_is_last_backward")
+        with pytest.raises(UnsupportedLayout, match=r"FSDPModule.set_is_last_backward is not there"):
+            check(model, meshes)
+    monkeypatch.delattr(DeviceMesh, "_get_root_mesh")
+    with pytest.raises(UnsupportedLayout, match=r"DeviceMesh._get_root_mesh is not there"):
+        Meshes(SHAPE, "cpu").mesh("shard")
 
 
 def test_a_scaler_with_a_sharded_module_is_refused(meshes, snapshot):

@@ -20,21 +20,34 @@ from unicron_transition.seams.table import (
     TORCH,
     TORCH_CHECKPOINTS,
     TORCH_DTENSORS,
+    TORCH_MESHES,
     TORCH_MODELS,
+    TORCH_SHARDED,
     Seam,
     UnsupportedLayout,
 )
 
 ROOT = Path(__file__).resolve().parents[4]
+ROWS = (
+    *TORCH,
+    *TORCH_MODELS,
+    *TORCH_DTENSORS,
+    *TORCH_MESHES,
+    *TORCH_SHARDED,
+    *TORCH_CHECKPOINTS,
+    *MEGATRON_CORE,
+    *MEGATRON_LM,
+)
 # Public names of torch that begin with an underscore only by accident of `import`, or belong to Python and the system.
 PYTHONS_OWN = {"_Unpickler", "_exit", "_replace", "_asdict", "_fields", "_Environ", "_run_module_as_main"}
 
 
 def test_the_table_fits_what_is_installed():
-    for seam in (*TORCH, *MEGATRON_CORE):
+    parts = TORCH, TORCH_DTENSORS, TORCH_MESHES, TORCH_SHARDED, MEGATRON_CORE
+    for seam in (row for rows in parts for row in rows):
         if seam.at(release(seam)) != table.NOT_THERE:
             importlib.import_module(seam.module)
-    for rows in (TORCH, MEGATRON_CORE):
+    for rows in parts:
         assert table.difference(rows, release(rows[0])) is None
 
 
@@ -73,7 +86,7 @@ def test_a_row_has_a_column_for_each_release(release, parameters):
 
 
 def test_columns_come_in_their_order():
-    for row in (*TORCH, *TORCH_MODELS, *TORCH_DTENSORS, *TORCH_CHECKPOINTS, *MEGATRON_CORE, *MEGATRON_LM):
+    for row in ROWS:
         assert [*row.since] == sorted(row.since, key=table.numbers)
 
 
@@ -185,8 +198,7 @@ def private_words(path: Path) -> set[str]:
 
 
 def test_every_private_name_in_the_seams_has_a_row():
-    rows = (*TORCH, *TORCH_MODELS, *TORCH_DTENSORS, *TORCH_CHECKPOINTS, *MEGATRON_CORE, *MEGATRON_LM)
-    known = {part.strip("?()~") for row in rows for part in (*row.name.split("."), *row.module.split("."))}
+    known = {part.strip("?()~") for row in ROWS for part in (*row.name.split("."), *row.module.split("."))}
     folder = ROOT / "transition/unicron_transition/seams"
     texts = {path: path.read_text() for path in sorted(folder.glob("*.py"))}
     own = {
