@@ -374,7 +374,7 @@ class Training:
         member, before = self._member, self._member.members
         member.moments = {"caught": time.monotonic()}
         self._agreed_offer = None
-        if not self._gradients.intact or self._unsure_parameters():
+        if not self._gradients.intact or self._unsure_parameters() or self._unsure_sums(error):
             self._at.ledger.drop()
             self._gradients.spoilt()
         member.stop(error, self._gradients.drain, isinstance(error, _ReplicaStopped))
@@ -418,6 +418,12 @@ class Training:
         """Whether gathered parameters may be garbage: an aborted NCCL gather raises nothing."""
         overlapped = self._local.sharded and self._model[0].ddp_config.overlap_param_gather
         return overlapped and self._process.backend == "nccl"
+
+    def _unsure_sums(self, error: Exception) -> bool:
+        """Whether sums inside the replica may be garbage: an aborted NCCL collective raises nothing, and a micro-batch is
+        done for the ledger while the device still computes it."""
+        apart = self._at.phase == "computing" and not isinstance(error, _ReplicaStopped)
+        return apart and self.layout.size > 1 and self._process.backend == "nccl"
 
     def _keep_or_drop(self, assigned: Sequence[int]) -> None:
         """Keep the replica's gradients if all of its ranks have the same micro-batches in them; otherwise drop them."""
