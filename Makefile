@@ -112,6 +112,7 @@ test-wide: system-wide venv plugin   ## further shapes of what `make test` prove
 	$(MAKE) --no-print-directory test-others SHAPES="wide and not long"
 
 test-long: system-test venv plugin  ## the tests that take longest, the pure ones with four times as many random cases, with `make storms` and `make bench` before a release
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[long]"
 	DEEP_TESTS=1 $(TEST) -n 2 tests/unit
 	$(BIN)/python -m pytest -m long tests/process tests/slurm
 
