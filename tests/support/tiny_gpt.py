@@ -3,7 +3,9 @@
 Environment, beside that of `fault_points`: TINY_LAYOUT "TP PP VPP", by default 1 each; TINY_DISTOPT=1 for the
 distributed optimizer, TINY_GATHER=1 for its gathers overlapped; TINY_SILENT=1: collectives of a broken generation give
 garbage; TINY_BF16=1; TINY_FP16 the first loss scale; TINY_TOKENS=1 for a loss per token; TINY_EXPERTS how a mixture of
-experts is balanced, by a loss ("aux_loss", "seq_aux_loss") or "bias"; TINY_MTP layers of multi-token prediction;
+experts is balanced, by a loss ("aux_loss", "seq_aux_loss") or "bias"; TINY_EXPERT_COUNT experts (4),
+TINY_DISPATCHER of tokens ("allgather", "alltoall"), TINY_EXPERT_RANKS "EP ETP"; TINY_MTP layers of
+multi-token prediction;
 TINY_GATED=1 for SwiGLU, RMSNorm, an output layer of its own, and no biases; TINY_QUERY_NORMS=1; TINY_DROPOUT;
 TINY_LAYERS, TINY_HIDDEN; TINY_SEQUENCE tokens, TINY_SIZE sequences of a micro-batch; TINY_RATE of learning; TINY_RULE:
 this part of the tokens follows from the one before; TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SAVE
@@ -60,6 +62,8 @@ DROPOUT = float(os.environ.get("TINY_DROPOUT", "0"))
 TOKENS, BF16, DISTOPT, GATED, QUERY_NORMS = (
     os.environ.get(f"TINY_{name}") == "1" for name in ("TOKENS", "BF16", "DISTOPT", "GATED", "QUERY_NORMS")
 )
+DISPATCHER = os.environ.get("TINY_DISPATCHER", "allgather")
+EXPERT_RANKS, EXPERT_TENSOR = map(int, os.environ.get("TINY_EXPERT_RANKS", f"1 {TENSOR}").split())
 EXPERTS, MTP = os.environ.get("TINY_EXPERTS", ""), int(os.environ.get("TINY_MTP", "0"))
 FP16 = float(os.environ.get("TINY_FP16", "0"))
 LAYERS = int(os.environ.get("TINY_LAYERS", str(max(2, PIPELINE * VIRTUAL))))
@@ -133,7 +137,11 @@ def experts() -> dict:
         return {}
     by_bias = EXPERTS == "bias"
     return {
-        "num_moe_experts": 4,
+        "num_moe_experts": int(os.environ.get("TINY_EXPERT_COUNT", "4")),
+        "moe_token_dispatcher_type": DISPATCHER,
+        "expert_model_parallel_size": EXPERT_RANKS,
+        "expert_tensor_parallel_size": EXPERT_TENSOR,
+        "sequence_parallel": TENSOR > 1,  # Megatron wants it
         "moe_router_topk": 2,
         "moe_router_load_balancing_type": "none" if by_bias else EXPERTS,
         "moe_aux_loss_coeff": 0.0 if by_bias else 0.1,
@@ -373,6 +381,8 @@ def main() -> None:
         tensor_model_parallel_size=TENSOR,
         pipeline_model_parallel_size=PIPELINE,
         virtual_pipeline_model_parallel_size=VIRTUAL if VIRTUAL > 1 else None,
+        expert_model_parallel_size=EXPERT_RANKS,
+        expert_tensor_parallel_size=EXPERT_TENSOR if EXPERTS else None,
     )
     if os.environ.get("TINY_SILENT") == "1":
         fail_silently()

@@ -76,6 +76,7 @@ class Gradients(Accumulation):
 
     # ------------------------------------------------------------ computing
     def begin_iteration(self, ordered: bool, total: int) -> None:
+        self._auxiliary.begin_iteration()
         super().begin_iteration(ordered, total)
         self._auxiliary.total = total
         self._ordered = ordered

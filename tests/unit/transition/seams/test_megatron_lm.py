@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.support.texts import raises_text
 from unicron_transition.generations.layout import Layout
+from unicron_transition.megatron import limits
 from unicron_transition.megatron_lm import arguments, data, loop, save_load, world
 from unicron_transition.seams.megatron_lm import CannotHeal, growing_batches
 from unicron_transition.session.session import StepResult
@@ -46,8 +47,11 @@ def args(**more):
 # ------------------------------------------------------------ options
 def test_what_can_be_healed_is_not_refused():
     with pytest.raises(CannotHeal):
-        arguments.check(args(num_experts=2))
+        arguments.check(args(num_experts=2, moe_enable_routing_replay=True))
     arguments.check(args())
+    arguments.check(args(num_experts=2, moe_router_load_balancing_type="aux_loss", log_straggler=True))
+    arguments.check(args(log_params_norm=True, check_weight_hash_across_dp_replicas_interval=10, mtp_num_layers=None))
+    arguments.check(args(mtp_num_layers=1, untie_embeddings_and_output_weights=True))
     arguments.check(args(tensor_parallel_num_weight_shards=2, num_experts=None, fim_data=False, eval_iters=None))
 
 
@@ -69,9 +73,19 @@ def test_each_of_the_others_is_refused_by_its_name(name):
     assert str(found.value).endswith("--unicron-mode=restart")
 
 
+@pytest.mark.parametrize("limit", limits.LIMITS, ids=lambda limit: limit.name)
+def test_a_limit_of_sessions_is_one_of_programs(limit):
+    value = "global_aux_loss" if limit.name == "moe_router_load_balancing_type" else 3
+    with pytest.raises(CannotHeal) as found:
+        arguments.check(args(**{arguments.OPTIONS.get(limit.name, limit.name): value}))
+    assert limit.words in str(found.value)
+
+
 @pytest.mark.parametrize(
     "more",
     [
+        {"mtp_num_layers": 1},
+        {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
         {"context_parallel_size": 2},
         {"dataloader_type": "cyclic"},
         {"cuda_graph_impl": "local"},
