@@ -9,7 +9,8 @@ reduce (the ledger's, one per bucket, the commit); "reduced" the same, after it;
 between it and the next iteration; "enter" a generation's groups are built; "world" its world is there, the other
 groups are not; "entered" the groups are there; "transfer" of the state to newcomers; "resume": the ranks of a replica
 compare what they have after a recovery; "save" a checkpoint's file is written; "import"; "evaluate" a micro-batch of
-the evaluation that follows the iteration is fetched, "valued" its loss is known; of a distributed optimizer's
+the evaluation that follows the iteration is fetched, "valued" its loss is known; "gather" and "scatter", collectives of
+`fully_shard`; of a distributed optimizer's
 shards "export", "filled" (before they are copied into a room, which is torn by then), "copies" (before they are sent),
 "confirm"; of the copy to memory of the state with which `iteration` begins: "copy", "half" (of it is copied), "sum",
 "finish", "copied" (it is whole). With `recovery` n in place of `count`: the first time after n recoveries. `iteration`
@@ -48,6 +49,7 @@ SLOW = float(os.environ.get("TINY_SLOW", "0"))
 SESSIONS: list = []
 COUNTED = ("fetch", "backward", "reduce", "reduced", "step", "outside", "enter", "world", "entered", "transfer")
 COUNTED += ("evaluate", "valued", "norm", "save", "import", "resume", "export", "filled", "copies", "confirm")
+COUNTED += ("gather", "scatter")
 COPIES = ("copy", "half", "sum", "finish", "copied")
 BEGUN: list = []
 now = {"iteration": -1, **dict.fromkeys(COUNTED, 0)}

@@ -46,6 +46,7 @@ from tests.support.tiny_gpt import MASK, POSITIONS, SEQUENCE, SIZE  # noqa: E402
 from unicron_detector.chaos.inject import injector  # noqa: E402
 from unicron_transition.generations import groups, sharding, unblock  # noqa: E402
 from unicron_transition.generations.layout import Layout  # noqa: E402
+from unicron_transition.generations.meshes import Meshes  # noqa: E402
 from unicron_transition.iteration.gradient_copies import Snapshots, Where  # noqa: E402
 from unicron_transition.megatron.gradients import own_parts_only  # noqa: E402
 from unicron_transition.seams import elastic_buckets, megatron_core, process_groups  # noqa: E402
@@ -80,7 +81,7 @@ class Training:
         os.environ["UNICRON_MAX_RANKS"] = str(self.settings["most"] * self.size)
         groups.init_without_peers(self.layout, self.rank)
         self.model_parallel()
-        self.groups = groups.Groups(self.layout, self.unblocker, Aborter())
+        self.groups = groups.Groups(self.layout, self.unblocker, Aborter(), Meshes(self.layout, "cpu"))
 
     def model_parallel(self) -> None:
         parallel_state.initialize_model_parallel(self.layout.tensor, self.layout.pipeline, self.virtual)

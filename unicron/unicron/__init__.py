@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors, which cannot follow __getattr__
     from unicron_transition.generations.layout import Layout as Layout
     from unicron_transition.iteration.ledger import StepResult as StepResult
+    from unicron_transition.iteration.rank_process import context_mesh as context_mesh
     from unicron_transition.iteration.rank_process import init_process_group as init_process_group
+    from unicron_transition.iteration.rank_process import shard_mesh as shard_mesh
+    from unicron_transition.iteration.rank_process import tensor_mesh as tensor_mesh
     from unicron_transition.session.session import Session as Session
     from unicron_transition.snapshot.checkpoint import CheckpointError as CheckpointError
     from unicron_transition.snapshot.checkpoint import Checkpoints as Checkpoints
@@ -23,7 +26,10 @@ _HOMES = {
     "Layout": "unicron_transition.generations.layout",
     "Session": "unicron_transition.session.session",
     "StepResult": "unicron_transition.iteration.ledger",
+    "context_mesh": "unicron_transition.iteration.rank_process",
     "init_process_group": "unicron_transition.iteration.rank_process",
+    "shard_mesh": "unicron_transition.iteration.rank_process",
+    "tensor_mesh": "unicron_transition.iteration.rank_process",
 }
 _MODULES = ("data", "loggers", "memory")
 __all__ = [*_HOMES, *_MODULES]

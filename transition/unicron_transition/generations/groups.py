@@ -1,8 +1,9 @@
-"""Builds and tears down the process groups of a generation, and re-points Megatron's cached handles to the new ones.
+"""Builds and tears down the process groups of a generation, and re-points cached handles of Megatron and of
+`fully_shard` to the new ones.
 
-A rank learns Megatron's groups once, in the world in which it prepared itself, as coordinates: over all replicas or
-inside one, and over which places. From then on it builds only its own groups, one for each set of ranks. Groups inside
-a replica that does not change are kept.
+A rank learns the groups of its model once, in the world in which it prepared itself, as coordinates: over all replicas
+or inside one, and over which places. From then on it builds only its own groups, one for each set of ranks. Groups
+inside a replica that does not change are kept.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from unicron_detector.tcp_sockets import tcp_sockets
 from unicron_transition.generations import member_links
 from unicron_transition.generations.layout import Layout, replica_of
 from unicron_transition.generations.member_links import MemberLinks
+from unicron_transition.generations.meshes import Meshes
 from unicron_transition.generations.time_limits import COLLECTIVE_TIMEOUT
 from unicron_transition.generations.unblock import Unblocker
 from unicron_transition.seams import megatron_core, process_groups
@@ -34,6 +36,9 @@ BOUNDARY_TIMEOUT = 24 * 3600.0  # seconds that a newcomer waits for the others t
 ENTERING = datetime.timedelta(seconds=ENTER_TIMEOUT)
 CONNECT_SECONDS = 0.5
 WORLD = "WORLD"
+# In the order of names after Megatron's, whose groups of the same ranks they share: a group has its first role's name.
+ALIKE = "alike"
+REPLICA = "replica"
 
 
 def collective_timeout() -> datetime.timedelta:
@@ -75,7 +80,7 @@ def open_to_newcomers(store: Any) -> None:
 
 @dataclass(frozen=True)
 class Role:
-    """The ranks of one of Megatron's groups."""
+    """The ranks of one of the model's groups."""
 
     whole: bool  # of all replicas, otherwise of this one
     places: tuple[int, ...]  # their places in a replica
@@ -94,10 +99,15 @@ class Groups:
     groups. Raises :class:`UnsupportedLayout` for a group that spans only some of the replicas.
     """
 
-    def __init__(self, layout: Layout, unblocker: Unblocker, aborter: Aborter):
-        self.layout, self._unblocker, self._aborter = layout, unblocker, aborter
+    def __init__(self, layout: Layout, unblocker: Unblocker, aborter: Aborter, meshes: Meshes, place: int = 0):
+        self.layout, self._unblocker, self._aborter, self._meshes = layout, unblocker, aborter, meshes
         self._replicas = dist.get_world_size() // layout.size
         self._roles = {WORLD: Role(True, tuple(range(layout.size)))}
+        if layout.size > 1:
+            self._roles |= {ALIKE: Role(True, (place,)), REPLICA: Role(False, tuple(range(layout.size)))}
+        self._of_meshes = {f"mesh.{name}": group for name, group in meshes.groups.items()}
+        for name, group in self._of_meshes.items():
+            self._roles[name] = self._role(name, dist.get_process_group_ranks(group))
         self._lists: dict[str, Role] = {}
         for name, group in megatron_core.parallel_groups().items():
             kind = "gloo" if name.endswith("_GLOO") else None
@@ -108,6 +118,10 @@ class Groups:
         self._pointers: list[tuple[Any, Any, str]] = []  # (container, key, role)
         self._asking: list[Any] = []  # optimizers that ask all ranks something in their first step
         self.links: MemberLinks | None = None  # among all members
+        self.alike: dist.ProcessGroup | None = None
+        """The ranks at this rank's place in all replicas; None if each rank is a replica."""
+        self.replica: dist.ProcessGroup | None = None
+        """The ranks of this rank's replica; likewise."""
 
     def _role(self, name: str, ranks: Sequence[int], backend: str | None = None) -> Role:
         pairs = [self.layout.from_megatron_rank(rank, self._replicas) for rank in ranks]
@@ -156,7 +170,11 @@ class Groups:
                 )
             roles[name] = made[key]
         lists = {name: list(ranks_of(role.whole, role.places)) for name, role in self._lists.items()}
-        megatron_core.set_parallel_state({name: group for name, group in roles.items() if name != WORLD} | lists)
+        self.alike, self.replica = roles.get(ALIKE), roles.get(REPLICA)
+        own = {*self._of_meshes, WORLD, ALIKE, REPLICA}
+        megatron_core.set_parallel_state({name: group for name, group in roles.items() if name not in own} | lists)
+        within = [self.layout.megatron_rank(replica, place, count) for place in range(self.layout.size)]
+        self._meshes.renew(within, {name.removeprefix("mesh."): roles[name] for name in self._of_meshes})
         pipeline = self._roles.get("_PIPELINE_MODEL_PARALLEL_GROUP")
         if pipeline is not None and len(pipeline.places) == 2:
             ranks = ranks_of(pipeline.whole, pipeline.places)
@@ -204,13 +222,13 @@ class Groups:
 
     # ------------------------------------------------------------ who holds groups
     def note_holders(self, holders: Iterable[Any]) -> int:
-        """Note every attribute of the holders that has one of Megatron's groups, and return their number.
+        """Note every attribute of the holders that has one of the model's groups, and return their number.
 
         To be called in the world in which the rank prepared itself, where each role has a group of its own. Raises
         :class:`UnsupportedLayout` for a group without a role, since a collective on it would hang.
         """
-        roles = {id(group): name for name, group in megatron_core.parallel_groups().items()}
-        roles[id(dist.group.WORLD)] = WORLD
+        known = megatron_core.parallel_groups() | self._of_meshes | {WORLD: dist.group.WORLD}
+        roles = {id(group): name for name, group in known.items()}
         holders = list(holders)
         self._asking += megatron_core.asking_once(holders)
         for owner, container, key, group in megatron_core.held_groups(holders):

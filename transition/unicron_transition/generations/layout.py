@@ -1,12 +1,11 @@
 """The job's layout. A replica is the ranks that hold one copy of the model; a rank's place is its position in the
 replica (docs/design/generations.md). Pure and without torch, because the controller uses it too.
 
-A slot's place is fixed: `slot % size`, tensor fastest, then context, then lane, then pipeline. Ranks of one *lane* compute
-the same micro-batches; a replica has several lanes if its parameters are sharded or its experts are shared, and all of
-them compute at the same time. A slot's *home* replica is `slot //
-size`, but after losses a replica may be composed of slots from different homes. Members of a generation are listed
-replica by replica: `members[d * size : (d + 1) * size]` is data-parallel replica d in the order of its places, and the
-member with place 0 is its *head*.
+A slot's place is fixed: `slot % size`, tensor fastest, then context, then lane, then pipeline. Ranks of one *lane*
+compute the same micro-batches; a replica has several lanes if its parameters are sharded or its experts are shared, and
+all of them compute at the same time. A slot's *home* replica is `slot // size`, but after losses a replica may be
+composed of slots from different homes. Members of a generation are listed replica by replica: `members[d * size : (d +
+1) * size]` is data-parallel replica d in the order of its places, and the member with place 0 is its *head*.
 """
 
 from __future__ import annotations
@@ -187,5 +186,5 @@ def arrange(complete: Iterable[list[int]]) -> list[int]:
 
 
 def deal(total: int, replicas: int, replica: int, lanes: int = 1) -> list[int]:
-    """Return the undisturbed assignment, which needs no message: the replicas take turns, `lanes` micro-batches each."""
+    """Return the undisturbed assignment, which needs no message: replicas take turns, `lanes` micro-batches each."""
     return [index for index in range(total) if index // lanes % replicas == replica]

@@ -137,6 +137,8 @@ class Work:
     """The place of the copies that undo a reduce."""
     begin_sum: Callable[[torch.Tensor], Sum]
     """Begins the sum of a tensor over all replicas."""
+    inside: Callable[[Sequence[float]], list[float]]
+    """Returns the maximum of each number over the ranks of the replica."""
     pending: DeferredChanges
     """The changes that wait for the commit."""
     sequence: int
@@ -204,6 +206,14 @@ class Accumulation(ABC):
     @abstractmethod
     def proven(self, tokens: float) -> float:
         """Finish the reduce after the ledger's proof of all `tokens`; return the divisor of the sum of losses."""
+
+    def parts(self, ledger: Ledger) -> list[float]:
+        """Return what this rank knows of the losses of its replica, whose lanes and context ranks compute a part each:
+        numbers whose maximum over the replica :meth:`take_parts` gets. Nothing where one rank knows them all."""
+        return []
+
+    def take_parts(self, ledger: Ledger, numbers: Sequence[float]) -> None:  # noqa: B027
+        """Note the losses of the replica in the ledger."""
 
     def drain(self, unblock: Callable[[], Any]) -> None:  # noqa: B027
         """Wait for pending reduces, which would otherwise write into restored gradients later."""

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from unicron_detector.processes.rank_messages import Plan
+from unicron_transition.generations.groups import Groups
 from unicron_transition.generations.member_links import MemberLinks
+from unicron_transition.generations.meshes import WorldGroups
 from unicron_transition.iteration.accumulation import PeerLost, Sum
 from unicron_transition.iteration.rank_process import Process
 from unicron_transition.seams import gloo, megatron_core
@@ -43,9 +45,15 @@ class CommitResult:
 class Exchange:
     """The exchanges of one rank. They raise RuntimeError or PeerLost if a peer is gone."""
 
-    def __init__(self, process: Process, links: Callable[[], MemberLinks | None] = lambda: None):
+    def __init__(
+        self,
+        process: Process,
+        links: Callable[[], MemberLinks | None] = lambda: None,
+        groups: Groups | WorldGroups | None = None,
+    ):
         self._process = process
         self._links = links  # returns those among all members of the present generation, if it has any
+        self._groups = groups  # those of a plain module; Megatron keeps its own
         self._sending: list[Any] = []  # sent by the last exchange; the next one ends after it has arrived
 
     # ------------------------------------------------------------ groups
@@ -54,17 +62,37 @@ class Exchange:
         """The ranks at this rank's place in all replicas; None for the whole world."""
         if self._process.layout.size == 1:
             return None
-        return megatron_core.module("parallel_state").get_data_parallel_group(with_context_parallel=True)
+        if self._megatrons:
+            return megatron_core.module("parallel_state").get_data_parallel_group(with_context_parallel=True)
+        assert self._groups is not None
+        return self._groups.alike
 
     @property
     def replica(self) -> Any:
         """The ranks of this rank's replica."""
-        return megatron_core.module("parallel_state").get_model_parallel_group()
+        if self._megatrons:
+            return megatron_core.module("parallel_state").get_model_parallel_group()
+        assert self._groups is not None
+        return self._groups.replica
+
+    @property
+    def _megatrons(self) -> bool:
+        """Whether the groups are Megatron's."""
+        return bool(megatron_core.parallel_groups())
 
     # ------------------------------------------------------------ sums and largest numbers
     def inside(self, numbers: Sequence[float]) -> list[float]:
         """Return the maximum of each number over the ranks of the replica."""
         return self._largest(torch.tensor(numbers, dtype=torch.float64), self.replica, inside=True).tolist()
+
+    def sum_inside(self, number: float) -> float:
+        """Return the sum of the numbers of the replica's ranks."""
+        tensor = torch.tensor(number, dtype=torch.float64).to(self._process.device)
+        if self._process.layout.size > 1:
+            work = dist.all_reduce(tensor, group=self.replica, async_op=True)
+            work.wait()
+            self._check(work, inside=True)
+        return float(tensor)
 
     def begin_sum(self, tensor: torch.Tensor) -> Sum:
         """Begin to sum a tensor in place over the ranks at this place in all replicas."""

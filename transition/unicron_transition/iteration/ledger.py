@@ -6,8 +6,9 @@ The micro-batch is the unit of reuse; each is in exactly one rank's gradient sum
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -55,6 +56,48 @@ def _sum(numbers: list[float]) -> float:
     return float(torch.tensor(numbers, dtype=torch.float64).sum())
 
 
+class Loss(NamedTuple):
+    """The loss of a micro-batch, or of the part of its sequences that one rank has."""
+
+    loss: Any
+    tokens: Any
+    """None for a mean loss."""
+
+
+UNKNOWN = -math.inf  # less than any number of a rank that knows it
+MEAN = -1.0  # in place of the tokens of a mean loss
+NUMBERS = 3  # for each part: the loss if it is finite, its tokens, and whether it is not finite
+
+
+def tell_parts(known: Mapping[int, Loss], indices: Sequence[int], parts: int, part: int) -> list[float]:
+    """Return what this rank knows of the losses of `indices`, as numbers whose maximum over the replica's ranks tells
+    all of it. known: index -> loss of what this rank has computed, which is number `part` of `parts`."""
+    numbers = [UNKNOWN] * (NUMBERS * parts * len(indices))
+    for place, index in enumerate(indices):
+        if index in known:
+            loss, first = float(known[index].loss), NUMBERS * (place * parts + part)
+            tokens = known[index].tokens
+            finite = math.isfinite(loss)
+            own = [loss if finite else UNKNOWN, MEAN if tokens is None else float(tokens), float(not finite)]
+            numbers[first : first + NUMBERS] = own
+    return numbers
+
+
+def hear_parts(numbers: Sequence[float], indices: Sequence[int], parts: int) -> dict[int, Loss]:
+    """Return index -> loss from the maximum of all ranks' numbers: the sum of its parts, or the mean of mean losses.
+    Raises :class:`LedgerError` for one that no rank has computed."""
+    found = {}
+    for place, index in enumerate(indices):
+        first = NUMBERS * parts * place
+        rows = [numbers[start : start + NUMBERS] for start in range(first, first + NUMBERS * parts, NUMBERS)]
+        if any(tokens == UNKNOWN for _, tokens, _ in rows):
+            raise LedgerError(f"no rank of the replica has computed micro-batch {index}, or a part of it")
+        loss = sum(math.nan if bad > 0 else loss for loss, _, bad in rows)
+        mean = rows[0][1] == MEAN
+        found[index] = Loss(loss / parts, None) if mean else Loss(loss, sum(tokens for _, tokens, _ in rows))
+    return found
+
+
 @dataclass
 class Ledger:
     """The work of one rank in one iteration."""
@@ -71,6 +114,8 @@ class Ledger:
     """Index -> 0-d tensor, unscaled."""
     tokens: dict[int, Any] = field(default_factory=dict)
     """Index -> 0-d tensor, of a loss per token."""
+    shared: dict[int, Loss] = field(default_factory=dict)
+    """Index -> loss of the replica, of whose ranks each has computed a part only."""
 
     def todo(self) -> list[int]:
         """Return the micro-batches that are assigned and not yet in the gradient."""
@@ -106,8 +151,8 @@ class Ledger:
         wishes[0] = int(wish)
         for index in self.done:
             counts[index] += 1
-            losses[index] = float(self.losses.get(index, 0.0))
-            count = self.tokens.get(index)
+            loss, count = self.shared.get(index) or Loss(self.losses.get(index, 0.0), self.tokens.get(index))
+            losses[index] = float(loss)
             tokens[index] = 0.0 if count is None else float(count)
         return Proof(counts, wishes, losses, tokens)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from unicron_detector.processes.rank_channel import RankChannel
 from unicron_detector.processes.rank_messages import CollectiveProgress
 from unicron_transition.generations import groups
 from unicron_transition.generations.layout import Layout, StatedLayout, parse_layout
+from unicron_transition.generations.meshes import Meshes
 from unicron_transition.generations.pulse import Pulse
 from unicron_transition.generations.unblock import Unblocker
 from unicron_transition.generations.watch import Watch
@@ -20,12 +22,16 @@ from unicron_transition.iteration.rank_log import warn
 from unicron_transition.seams import elastic_buckets, gloo, nccl, process_groups
 from unicron_transition.seams.table import UnsupportedLayout
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 class Process:
     """The parts that a rank's process has once: channel to the agent (None without one), watch and unblocker."""
 
     def __init__(self, backend: str, layout: Layout):
         self.backend, self.layout = backend, layout
+        self.meshes = Meshes(layout, "cuda" if backend == "nccl" else "cpu")
         self.slot = int(os.environ.get("UNICRON_SLOT", os.environ.get("RANK", "0")))
         self.aborter = nccl.Aborter()
         self.unblocker = Unblocker(self.aborter.abort)
@@ -58,8 +64,40 @@ _process: Process | None = None
 def current() -> Process:
     """Return this process. Raises RuntimeError before :func:`init_process_group`."""
     if _process is None:
-        raise RuntimeError("call unicron.init_process_group(backend) before unicron.Session(...)")
+        raise RuntimeError("call unicron.init_process_group(backend) before anything else of unicron")
     return _process
+
+
+def shard_mesh() -> DeviceMesh:
+    """Return the mesh of this rank's replica over which `fully_shard` shards a module: of shape (F,), with the F ranks
+    of `Layout(shard=F)`; with context parallelism (F x C,).
+
+    Raises
+    ------
+    RuntimeError
+        Before :func:`init_process_group`.
+    ValueError
+        If the ranks of the job are not whole replicas.
+
+    Examples
+    --------
+    >>> unicron.init_process_group("gloo", layout=unicron.Layout(shard=1))
+    >>> model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(4, 1), mesh=unicron.shard_mesh())
+    >>> torch.distributed.destroy_process_group()
+    """
+    return current().meshes.mesh("shard")
+
+
+def tensor_mesh() -> DeviceMesh:
+    """Return the mesh of `Layout(tensor=T)` for `parallelize_module`, of shape (T,); it is in the same mesh as
+    :func:`shard_mesh`, so that a module can be sharded over both. Raises as :func:`shard_mesh`."""
+    return current().meshes.mesh("tensor")
+
+
+def context_mesh() -> DeviceMesh:
+    """Return the mesh of `Layout(context=C)` for torch's `context_parallel`, of shape (C,). Raises as
+    :func:`shard_mesh`."""
+    return current().meshes.mesh("context")
 
 
 def init_process_group(backend: str, layout: Layout | None = None) -> None:

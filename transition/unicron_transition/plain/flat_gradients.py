@@ -1,6 +1,8 @@
-"""The gradients of any torch module: they add up in flat buckets, which are reduced over the generation's world.
+"""The gradients of any torch module: they add up in flat buckets, which are reduced over the ranks at this place in all
+replicas.
 
-Each parameter's `grad` is a view of its bucket, so backward passes add to it in place. Every micro-batch has the weight
+Each parameter's `grad` is a view of its bucket, so backward passes add to it in place. With `fully_shard` these are the
+local shards, to which its reduce-scatter in the replica adds. Every micro-batch has the weight
 1/total on every rank; with a loss per token the sum is divided by the tokens of all micro-batches after the reduce. A
 bucket ends with a mark for each parameter that has a gradient from some micro-batch. A parameter without one in the
 whole job keeps None, as in a loop of torch alone, and the optimizer skips it.
@@ -22,8 +24,8 @@ from typing import Any
 import torch
 
 from unicron_transition.iteration.accumulation import Accumulation, PeerLost, Sum, Work, evaluating, wait_out
-from unicron_transition.iteration.ledger import Ledger, Proof
-from unicron_transition.seams import modules
+from unicron_transition.iteration.ledger import Ledger, Loss, Proof, hear_parts, tell_parts
+from unicron_transition.seams import dtensors, fully_shard, modules
 from unicron_transition.seams.table import UnsupportedLayout
 
 BUCKET_BYTES = 1 << 25  # a larger parameter has a bucket of its own
@@ -37,15 +39,16 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], proof: int = 0):
         self.parameters = list(parameters)
-        count = sum(parameter.numel() for parameter in parameters)
-        like = parameters[0]
+        own = [dtensors.local(parameter) for parameter in parameters]
+        count, like = sum(each.numel() for each in own), own[0]
         self._proof_of = proof
         sizes = [count, len(parameters), 2 * proof * (1 + BYTES)]
         self.flat = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
         self.gradients, self._marks, self._proof = self.flat.split(sizes)
-        pieces = self.gradients.split([parameter.numel() for parameter in parameters])
+        pieces = self.gradients.split([each.numel() for each in own])
         # `data`: each view has a version counter of its own, which rises with each added gradient
-        self.views = [piece.view(each.shape).data for piece, each in zip(pieces, parameters, strict=True)]
+        self.views = [piece.view(each.shape).data for piece, each in zip(pieces, own, strict=True)]
+        self._grads = [fully_shard.gradient(*pair) for pair in zip(parameters, self.views, strict=True)]
 
     def put(self, proof: Proof) -> None:
         """Put this rank's proof into the bucket, before the reduce. In one piece: right after a backward pass each of
@@ -64,14 +67,14 @@ class Bucket:
 
     def attach(self) -> None:
         """Make the backward pass add to this bucket."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.grad is not view:
-                parameter.grad = view
+        for parameter, grad in zip(self.parameters, self._grads, strict=True):
+            if parameter.grad is not grad:
+                parameter.grad = grad
 
     def detached_parameters(self) -> Iterator[int]:
         """Yield the numbers of the parameters whose gradients are not in this bucket."""
-        pairs = zip(self.parameters, self.views, strict=True)
-        return (number for number, (parameter, view) in enumerate(pairs) if parameter.grad is not view)
+        pairs = zip(self.parameters, self._grads, strict=True)
+        return (number for number, (parameter, grad) in enumerate(pairs) if parameter.grad is not grad)
 
     def versions(self) -> list[int]:
         """Return each view's version, which changes with each gradient."""
@@ -99,7 +102,7 @@ def buckets(parameters: Iterable[torch.nn.Parameter], size: int, proof: int = 0)
     for _, alike in groupby(sorted(kinds, key=kinds.__getitem__), kinds.__getitem__):
         room = 0
         for parameter in alike:
-            needed = parameter.numel() * parameter.element_size()
+            needed = dtensors.local(parameter).numel() * parameter.element_size()
             if needed > room:
                 made.append([])
                 room = size
@@ -120,7 +123,12 @@ class PlainGradients(Accumulation):
         work: Work,
     ):
         super().__init__(work)
-        self._model, self._tree = model, modules.ModuleTree(modules.original_module(model))
+        self._model, self._module = model, modules.original_module(model)
+        self._tree = modules.ModuleTree(self._module)
+        self._lanes, self._lane = work.layout.lanes, work.layout.lane(work.place)
+        self._parts, self._part = work.layout.context, work.layout.coordinate(work.place).context
+        self._sharded = bool(dtensors.sharding_modules(self._module))
+        fully_shard.sum_gradients(self._module)
         self._scale = scale
         """Multiplies a loss before its backward pass (a GradScaler's)."""
         self._forward_step = forward_step
@@ -196,29 +204,63 @@ class PlainGradients(Accumulation):
     def _forget_sums(self) -> None:
         self._sums, self._missing, self._deferred = [], [], None
 
+    def spoilt(self) -> None:
+        super().spoilt()
+        self._leave_pass()
+
+    def adopt_groups(self) -> None:
+        self._leave_pass()
+
+    def _leave_pass(self) -> None:
+        """Leave a pass that was broken off in a collective of the replica."""
+        if self._sharded:
+            fully_shard.reset(self._module)
+
+    def _rounds(self, indices: Sequence[int]) -> Iterator[tuple[list[int], int, bool]]:
+        """Yield (micro-batches that the lanes compute at the same time, this lane's own, whether it counts). A lane
+        without one computes that of another, since all of them take part in each collective."""
+        for first in range(0, len(indices), self._lanes):
+            together = list(indices[first : first + self._lanes])
+            counts = self._lane < len(together)
+            yield together, together[self._lane if counts else 0], counts
+
     def _compute(self, ledger: Ledger) -> None:
         before, owed = self._buffer_versions(), ledger.todo()
-        for index in owed:
+        for together, index, counts in self._rounds(owed):
             self._next()
             self._begin_forward(ledger, index)
-            loss = self._loss(ledger, index, self._fetch(ledger.iteration, index))
+            loss = self._loss(ledger, index, self._fetch(ledger.iteration, index), counts)
             self._begin_backward()
             scaled = self._scale(loss)
-            self._watch_pass(scaled, last=index == owed[-1])
+            self._watch_pass(scaled, last=together[-1] == owed[-1])
             scaled.backward()
             self._missing = []
             self._end_backward(time.perf_counter())
-            self._finish(ledger, [index])
+            self._finish(ledger, together)
         self._check_untouched(before)
         self._passes += bool(owed)
 
-    def _loss(self, ledger: Ledger, index: int, micro_batch: Any) -> torch.Tensor:
-        """Compute the forward pass of a micro-batch, note it in the ledger, and return the loss with its weight."""
+    def _loss(self, ledger: Ledger, index: int, micro_batch: Any, counts: bool) -> torch.Tensor:
+        """Compute the forward pass of a micro-batch, note it in the ledger if it counts, and return the loss with its
+        weight."""
         loss, tokens = self._parse_result(self._forward_step(micro_batch, self._model))
-        if any((ledger.tokens[done] is None) != (tokens is None) for done in ledger.done):
+        if any((ledger.tokens[done] is None) != (tokens is None) for done in ledger.tokens):
             raise TypeError(f"{LOSS}: the same of them for every micro-batch")
-        ledger.losses[index], ledger.tokens[index] = loss.detach().clone(), tokens
-        return loss if tokens is not None else loss / self.total
+        if counts:
+            ledger.losses[index], ledger.tokens[index] = loss.detach().clone(), tokens
+        weighted = loss if tokens is not None else loss / (self.total * self._parts)
+        return weighted if counts else weighted * 0.0
+
+    # ------------------------------------------------------------ the losses of a replica of several ranks
+    def parts(self, ledger: Ledger) -> list[float]:
+        if self._lanes * self._parts == 1:
+            return []
+        known = {index: Loss(loss, ledger.tokens[index]) for index, loss in ledger.losses.items()}
+        return tell_parts(known, sorted(ledger.done), self._parts, self._part)
+
+    def take_parts(self, ledger: Ledger, numbers: Sequence[float]) -> None:
+        if numbers:
+            ledger.shared = hear_parts(numbers, sorted(ledger.done), self._parts)
 
     @staticmethod
     def _parse_result(result: Any) -> tuple[torch.Tensor, Any]:
@@ -231,14 +273,21 @@ class PlainGradients(Accumulation):
     def evaluate(
         self, iteration: int, indices: Sequence[int], fetch: Callable[[int, int], Any]
     ) -> dict[int, tuple[torch.Tensor, Any]]:
-        before, results = self._buffer_versions(), {}
+        before, own = self._buffer_versions(), dict[int, Loss]()
         with evaluating([self._model]):
-            for index in indices:
+            for _, index, counts in self._rounds(indices):
                 self._begin_evaluation(iteration, index)
-                loss, tokens = self._parse_result(self._forward_step(fetch(iteration, index), self._model))
-                results[index] = loss, 1 if tokens is None else tokens
+                loss = Loss(*self._parse_result(self._forward_step(fetch(iteration, index), self._model)))
+                own |= {index: loss} if counts else {}
         self._check_buffers(before)
-        return results
+        for each in dtensors.sharding_modules(self._module):  # the root's parameters are still whole
+            each.reshard()
+        if self._lanes * self._parts > 1:
+            told = self._work.inside(tell_parts(own, indices, self._parts, self._part))
+            own = hear_parts(told, indices, self._parts)
+        return {
+            index: (torch.as_tensor(loss), 1 if tokens is None else tokens) for index, (loss, tokens) in own.items()
+        }
 
     def _check_untouched(self, before: dict[str, tuple[int, int]]) -> None:
         """Raise :class:`UnsupportedLayout` for a model or script that would be trained incorrectly."""

@@ -1,9 +1,12 @@
-"""A plain `torch.nn.Module` and a `torch.optim.Optimizer` for a session; each rank is a whole replica. The optimizer
-and the schedule have the interfaces of Megatron's, so that the session has one loop for both."""
+"""A plain `torch.nn.Module` and a `torch.optim.Optimizer` for a session; each rank is a whole replica, or `fully_shard`
+has sharded the module over a replica's ranks. The optimizer and the schedule have the interfaces of Megatron's, so that
+the session has one loop for both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +15,12 @@ import torch.distributed as dist
 
 from unicron_transition.generations.layout import Layout
 from unicron_transition.iteration.accumulation import Work
+from unicron_transition.iteration.exchange import Exchange
+from unicron_transition.iteration.rank_process import Process
 from unicron_transition.plain.flat_gradients import PlainGradients
 from unicron_transition.plain.supported_modules import check
-from unicron_transition.seams import modules
+from unicron_transition.plain.supported_sharding import check_sharding
+from unicron_transition.seams import dtensors, fully_shard, modules
 from unicron_transition.seams.table import UnsupportedLayout
 from unicron_transition.snapshot.migrate import TrainingState, as_before, as_plain, can_be_told, transfer
 
@@ -23,6 +29,7 @@ class Plain:
     """A plain PyTorch module with its optimizer, as a session trains them."""
 
     varies = False  # the number of micro-batches is fixed: the buckets have room for their proof
+    keeps_groups = False
 
     def __init__(
         self,
@@ -40,13 +47,12 @@ class Plain:
 
     def check(self, layout: Layout) -> None:
         """Raise :class:`UnsupportedLayout` for the first thing that this release cannot heal."""
-        if layout.size > 1:
-            raise UnsupportedLayout(f"{layout} is for Megatron's models: a plain module is a whole replica")
         check(self._module, self.optimizer.optimizer, self.scheduler)
+        check_sharding(self._module, layout, self._scaler)
 
     def holders(self) -> list[Any]:
         """Return every object that may have a process group."""
-        return [*self._module.modules(), self.optimizer.optimizer]
+        return [*self._module.modules(), self.optimizer.optimizer, *fully_shard.group_holders(self._module)]
 
     def state(self, seed: int) -> TrainingState:
         """Return the state that a newcomer needs."""
@@ -57,10 +63,13 @@ class Plain:
         scale = self._scaler.scale if self._scaler is not None else lambda loss: loss
         return PlainGradients(self._model, self.optimizer.trained_parameters(), scale, forward_step, work)
 
-    def begin_alone(self, state: TrainingState, device: torch.device) -> None:
-        """Give every rank the first rank's parameters, like torch's DistributedDataParallel; without an agent."""
-        if dist.get_world_size() > 1:
-            transfer(state, 0, 0, dist.get_rank() > 0, device)
+    def adopt_exchange(self, exchange: Exchange, state: TrainingState, process: Process) -> None:
+        """Use the groups of `exchange`. Without an agent give every rank the parameters of the first replica,
+        like torch's DistributedDataParallel."""
+        self.optimizer.note_replica(exchange.sum_inside, process.layout.size)
+        group = exchange.data_parallel
+        if process.channel is None and dist.get_world_size(group) > 1:
+            transfer(state, 0, 0, dist.get_rank(group) > 0, process.device, group=group)
 
 
 class PlainState(TrainingState):
@@ -68,23 +77,29 @@ class PlainState(TrainingState):
 
     def model_tensors(self) -> Iterator[torch.Tensor]:
         for tree in self.trees:
-            yield from tree.parameters
+            yield from map(dtensors.local, tree.parameters)
             yield from (buffer for _, buffer in tree.persistent_buffers)
 
 
 class PlainOptimizer:
-    """torch's optimizer with the interface of Megatron's. Its whole step comes after the commit: it does not
-    communicate."""
+    """torch's optimizer with the interface of Megatron's. Its step comes after the commit, since it does not
+    communicate; of a sharded module the norm of the gradients does, and comes before."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, clip_grad: float | None, scaler: Any):
         self.optimizer, self._module, self._scaler = optimizer, module, scaler
         self._tree = modules.ModuleTree(module)
         self._clip = clip_grad  # the largest norm of all gradients together, or None
+        self._sum_inside: Callable[[float], float] = lambda number: number
+        self._ranks = 1  # of the replica
         if scaler is not None:  # so that a rank without micro-batches has a scale, too
             device = next((each.device for group in optimizer.param_groups for each in group["params"]), None)
             scaler.scale(torch.zeros((), device=device))
         self._stepped = False
         self._trained_first: list[int] | None = None
+
+    def note_replica(self, sum_inside: Callable[[float], float], ranks: int) -> None:
+        """Note that a replica has so many ranks. sum_inside(number) returns its sum over the ranks of the replica."""
+        self._sum_inside, self._ranks = sum_inside, ranks
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -112,16 +127,41 @@ class PlainOptimizer:
 
     def step(self) -> tuple[bool, float | None, None]:
         """Step, and return (whether the parameters have changed, the norm of all gradients, None)."""
+        norm = self._clip_shards(self._clip) if self._clip is not None and self._is_sharded() else None
+        return self.step_with_ready_grads(norm)
+
+    def step_with_ready_grads(self, norm: float | None = None) -> tuple[bool, float | None, None]:
+        """Do the same without communication, after the commit. norm: of the gradients, if they are clipped already."""
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
-        norm = None
-        if self._clip is not None:
+        if self._clip is not None and norm is None:
             norm = float(torch.nn.utils.clip_grad_norm_(self.trained_parameters().values(), self._clip))
         succeeded = self._step()
         if not self._stepped and succeeded:
             self._stepped = True
             self._check_state()
         return succeeded, norm, None
+
+    def _is_sharded(self) -> bool:
+        return any(map(dtensors.is_distributed, self._tree.parameters))
+
+    def _clip_shards(self, most: float) -> float:
+        """Clip the gradients as `clip_grad_norm_` does, and return their norm. The squares are summed over the ranks of
+        the replica, of which several may have the same part."""
+        found = [each for each in self.trained_parameters().values() if each.grad is not None]
+        squares = 0.0
+        for copies, alike in groupby(sorted(found, key=self._copies), self._copies):
+            part = torch.nn.utils.get_total_norm([dtensors.local(each.grad) for each in alike])
+            squares += float(part) ** 2 / copies
+        norm = math.sqrt(self._sum_inside(squares))
+        factor = most / (norm + 1e-6)
+        if not factor >= 1:  # also for NaN, as torch does
+            torch._foreach_mul_([dtensors.local(each.grad) for each in found], factor)
+        return norm
+
+    def _copies(self, parameter: torch.Tensor) -> int:
+        """Return how many ranks of the replica have the same part of it."""
+        return self._ranks // dtensors.parts_of(parameter)
 
     def _step(self) -> bool:
         """Step, by the scaler if there is one. On an overflow, which all ranks see, it reduces its scale instead."""

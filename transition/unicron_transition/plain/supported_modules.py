@@ -35,7 +35,10 @@ def _wrappers(module: torch.nn.Module) -> Iterator[str]:
         if isinstance(each, torch.nn.parallel.DistributedDataParallel):
             yield "a model in DistributedDataParallel, since it reduces by itself: give the module without it"
         if isinstance(each, FullyShardedDataParallel):
-            yield f"FSDP: give the module without it, or {RESTART}"
+            yield (
+                "FSDP1 (FullyShardedDataParallel): write fully_shard(module, mesh=unicron.shard_mesh()) instead, or "
+                f"{RESTART}"
+            )
 
 
 def _statistics(module: torch.nn.Module) -> Iterator[str]:
@@ -51,13 +54,9 @@ def _statistics(module: torch.nn.Module) -> Iterator[str]:
 
 
 def _parameters(module: torch.nn.Module) -> Iterator[str]:
-    from torch.distributed.tensor import DTensor
-
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             yield f"{name}, which has no shape yet: let a batch through the model before"
-        if isinstance(parameter, DTensor):
-            yield f"{name}, which is sharded (FSDP2, tensor parallelism): a rank holds the whole model; {RESTART}"
         if parameter.is_complex():
             yield f"{name}, which is complex: use torch.view_as_complex on a real parameter"
         if modules.steps_in_backward(parameter):

@@ -59,10 +59,12 @@ class Evaluations:
         self._returned = ticket
         return self._value
 
-    def compute(self, fetch: Callable[[int, int], object], total: int, replicas: int, replica: int) -> None:
+    def compute(
+        self, fetch: Callable[[int, int], object], total: int, replicas: int, replica: int, lanes: int = 1
+    ) -> None:
         """Compute this replica's share of `total` micro-batches, and the mean of all. Collective over the members.
         Raises RuntimeError or PeerLost if a peer is gone."""
-        indices = deal(total, replicas, replica)
+        indices = deal(total, replicas, replica, lanes)
         proof = torch.zeros(3, total, dtype=torch.float64)
         losses, weights, counts = proof
         results = self._gradients.evaluate(self._at_hand // MOST, indices, fetch)

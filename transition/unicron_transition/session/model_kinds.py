@@ -9,6 +9,8 @@ import torch
 
 from unicron_transition.generations.layout import Layout
 from unicron_transition.iteration.accumulation import Work
+from unicron_transition.iteration.exchange import Exchange
+from unicron_transition.iteration.rank_process import Process
 from unicron_transition.megatron import supported
 from unicron_transition.megatron.gradients import Gradients
 from unicron_transition.plain.module import Plain
@@ -20,6 +22,7 @@ class Megatron:
     """Megatron's DDP chunks, optimizer and OptimizerParamScheduler, as a session trains them."""
 
     varies = True  # the number of micro-batches may differ between iterations
+    keeps_groups = True  # in `parallel_state`
 
     def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any):
         self.chunks: Sequence[Any] = list(model)
@@ -42,7 +45,7 @@ class Megatron:
         """Return the gradients of this rank."""
         return Gradients(self.chunks, forward_step, work)
 
-    def begin_alone(self, state: TrainingState, device: torch.device) -> None:
+    def adopt_exchange(self, exchange: Exchange, state: TrainingState, process: Process) -> None:
         """Do nothing: even without an agent, all ranks have built the same model from one seed."""
 
 

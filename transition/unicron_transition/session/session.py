@@ -173,7 +173,7 @@ class Session(Training):
         while self.evaluations.running:
             self._watch.shelter(False)  # any loss ends its schedule at once
             try:
-                self.evaluations.compute(fetch, micro_batches, member.replicas, member.replica)
+                self.evaluations.compute(fetch, micro_batches, member.replicas, member.replica, self.layout.lanes)
             except (PeerLost, RuntimeError) as error:
                 if not self._is_loss(error):
                     raise

@@ -29,12 +29,14 @@ import torch.distributed as dist
 from unicron_detector.processes.rank_messages import Plan
 from unicron_transition.generations import groups
 from unicron_transition.generations.layout import deal
+from unicron_transition.generations.meshes import WorldGroups
 from unicron_transition.generations.watch import PlanTimeout
 from unicron_transition.iteration import rank_process
 from unicron_transition.iteration.accumulation import DeferredChanges, PeerLost, Work, hold_scalers
 from unicron_transition.iteration.exchange import Exchange, at_commit
 from unicron_transition.iteration.gradient_copies import Where, chosen_place
 from unicron_transition.iteration.ledger import Ledger, LedgerError, StepResult
+from unicron_transition.seams.dtensors import local
 from unicron_transition.seams.table import UnsupportedLayout
 from unicron_transition.session.evaluation import Evaluations
 from unicron_transition.session.handover import Handover
@@ -111,7 +113,8 @@ class Training:
         self._at = SessionPosition(start_iteration, train_iterations, (Ledger(start_iteration, first, []), "computing"))
         self._state = kind.state(torch.initial_seed() if seed is None else seed)
         self._member = self._join(current, kind)
-        self._exchange = Exchange(current, lambda: self._member.links)
+        self._exchange = Exchange(current, lambda: self._member.links, self._groups(kind))
+        kind.adopt_exchange(self._exchange, self._state, current)
         self._pending = DeferredChanges()
         where = chosen_place()
         self._local = self._local_state(current, where)
@@ -127,6 +130,7 @@ class Training:
             healed=self._channel is not None,
             where=where,
             begin_sum=self._exchange.begin_sum,
+            inside=self._exchange.inside,
             pending=self._pending,
             sequence=seq_length,
             size=micro_batch_size,
@@ -134,7 +138,7 @@ class Training:
         self._gradients = kind.gradients(forward_step, work)
         at_commit(self._optimizer, self._commit)
         hold_scalers(self._optimizer, self._pending)
-        parameters = sum(each.numel() for chunk in self._model for each in chunk.module.parameters())
+        parameters = sum(local(each).numel() for chunk in self._model for each in chunk.module.parameters())
         self._size = max(1, micro_batch_size)
         # 6 N per token: forward 2, backward 4 (Kaplan et al. 2020, section 2.1); a replica's ranks have about as many
         flops = 6.0 * parameters * self.layout.size * self._size * max(1, seq_length)
@@ -173,12 +177,18 @@ class Training:
             replica, place = self.layout.from_megatron_rank(dist.get_rank(), dist.get_world_size() // self.layout.size)
             self.slot = member.slot = replica * self.layout.size + place
             member.members, member.inside = list(range(dist.get_world_size())), True
-            kind.begin_alone(self._state, current.device)
             return member
-        member.groups = groups.Groups(self.layout, current.unblocker, current.aborter)
+        place = self.slot % self.layout.size
+        member.groups = groups.Groups(self.layout, current.unblocker, current.aborter, current.meshes, place)
         member.groups.note_holders(kind.holders())
         member.take, member.rescue = self._take_up_plan, self._rescue
         return member
+
+    def _groups(self, kind: ModelKind) -> groups.Groups | WorldGroups | None:
+        """Return the groups of this rank's replica and place; None if Megatron keeps them, or a rank is a replica."""
+        if self._member.groups is not None or self.layout.size == 1 or kind.keeps_groups:
+            return self._member.groups
+        return WorldGroups(self.layout)
 
     @property
     def micro_batches(self) -> int:
@@ -197,10 +207,10 @@ class Training:
         self._saving.begin_iteration()
         assigned, total = self._next_assignment, self.micro_batches
         if assigned is None:
-            assigned = deal(total, self._member.replicas, self._member.replica)
+            assigned = deal(total, self._member.replicas, self._member.replica, self.layout.lanes)
         self._next_assignment = None
         self._at.moment = Ledger(self._at.iteration, total, assigned), "computing"
-        self._gradients.begin_iteration(self._ordered_next or self._member.replicas > total, total)
+        self._gradients.begin_iteration(self._ordered_next or self._member.replicas * self.layout.lanes > total, total)
         self._optimizer.zero_grad()
         self._member.publish("running")  # now: a script that hangs may hold the interpreter
         return self._until_stepped(began)
@@ -230,10 +240,12 @@ class Training:
         one could wait for another that has stopped, until their connections are broken."""
         self._stop_agreed = self._stop_wanted  # a later signal counts for the next iteration
         if self.layout.size > 1:
-            lost, stop = self._exchange.inside([float(self._watch.lost()), float(self._stop_agreed)])
+            parts = self._gradients.parts(self._at.ledger)
+            lost, stop, *told = self._exchange.inside([float(self._watch.lost()), float(self._stop_agreed), *parts])
             self._stop_agreed = stop > 0
             if lost > 0:
                 raise _ReplicaStopped("a member of the generation is gone")
+            self._gradients.take_parts(self._at.ledger, told)
         if self._watch.lost():
             raise PeerLost("a member of the generation is gone")
         self._watch.shelter(False)

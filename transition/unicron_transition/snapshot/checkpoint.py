@@ -456,8 +456,10 @@ def _assemble(state: TrainingState, files: list[contents.ImageContent], folder: 
     for file in files:
         for name, whole, offset, extent, begin, end, keys, others in file.index():
 
-            def read(key: str, file: contents.ImageContent = file, keys: dict[str, int] = keys) -> torch.Tensor:
-                return file.tensor(keys[key])
+            def read(
+                key: str, first: int, last: int, file: contents.ImageContent = file, keys: dict[str, int] = keys
+            ) -> torch.Tensor:
+                return file.tensor(keys[key], first, last)
 
             def lend(
                 key: str, room: parts.Room, file: contents.ImageContent = file, keys: dict[str, int] = keys

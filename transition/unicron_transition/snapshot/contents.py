@@ -227,12 +227,13 @@ class ImageContent:
     _lent: dict[int, torch.Tensor] = field(default_factory=dict)
     """Memory for tensors, by number, until :meth:`fill`."""
 
-    def tensor(self, number: int) -> torch.Tensor:
-        """Read a tensor, after a check of all data the first time. Raises BadImage if they are damaged, OSError."""
+    def tensor(self, number: int, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """Read elements [first, last) of a tensor, by default all, after a check of all data the first time. Raises BadImage if they
+        are damaged, OSError."""
         if not self._checked:
             self.found.check_file(reading_threads())
             self._checked = True
-        return self._read(number)
+        return self._read(number, first, last)
 
     def lend(self, number: int, room: parts.Room) -> torch.Tensor | None:
         """Return the memory of `room` if it can get a tensor with :meth:`fill`: without a copy, and only once."""
@@ -263,13 +264,14 @@ class ImageContent:
             tensors = {key: self._read(number).view(shape) for key, (number, shape) in values.items()}
             yield *place, keys, others | tensors
 
-    def _read(self, number: int) -> torch.Tensor:
-        dtype, count, begin = self.tensors[number]
+    def _read(self, number: int, first: int = 0, last: int | None = None) -> torch.Tensor:
+        dtype, all_of_it, begin = self.tensors[number]
+        count = (all_of_it if last is None else last) - first
         if begin < 0:
             return torch.full((count,), self.head.step, dtype=dtype)
         data = parts.empty(torch.Size([count * dtype.itemsize]), torch.uint8, torch.device("cpu"))
         with open_plain(self.found.path) as file:
-            read_into(file, self.found.path, begin, data.numpy().data)
+            read_into(file, self.found.path, begin + first * dtype.itemsize, data.numpy().data)
         return data.view(dtype)
 
 

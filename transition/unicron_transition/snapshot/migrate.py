@@ -22,7 +22,8 @@ import torch.distributed as dist
 from unicron_detector.chaos.inject import injector
 from unicron_detector.processes.rank_messages import Fault
 from unicron_transition.iteration.accumulation import scalers
-from unicron_transition.seams import modules
+from unicron_transition.seams import dtensors, modules
+from unicron_transition.seams.dtensors import local
 from unicron_transition.snapshot.model_facts import ModelFacts, model_facts
 from unicron_transition.snapshot.reading import PlainValues, number_in
 from unicron_transition.snapshot.tensor_transfer import (
@@ -36,6 +37,7 @@ from unicron_transition.snapshot.tensor_transfer import (
 
 TRIES = 4  # transfers, by different members if possible, before a newcomer gives up
 HOW = {"foreach", "fused", "capturable", "differentiable"}  # settings of how a step is computed, which are not adopted
+CUT = "cut"  # of a tensor that is cut as its parameter
 TOGETHER = 1 << 22  # bytes of small tensors that are sent as one, since each broadcast waits for all members
 
 
@@ -50,7 +52,8 @@ class CorruptTransfer(RuntimeError):
 class TrainingState:
     """The state that one rank needs to go on: parameters, optimizer state, learning-rate schedule, loss scale, the seed
     of the random numbers, iteration. A distributed optimizer's state differs between ranks, and is not part of it
-    (:mod:`unicron_transition.sharded.sharded_state`)."""
+    (:mod:`unicron_transition.sharded.sharded_state`). Of distributed tensors it has this rank's parts, and all ranks of
+    one place have the same ones."""
 
     def __init__(self, model: Sequence[Any], optimizer: Any, scheduler: Any, seed: int = 0):
         self.model, self.optimizer, self.scheduler, self.seed = list(model), optimizer, scheduler, seed
@@ -58,16 +61,28 @@ class TrainingState:
         self.sharded = any(
             chunk.ddp_config.use_distributed_optimizer for chunk in model if hasattr(chunk, "ddp_config")
         )
+        if any(dtensors.is_distributed(parameter) for _, group in self._groups() for parameter in group["params"]):
+            dtensors.check_torch()
 
     @functools.cached_property
     def facts(self) -> ModelFacts:
         """The facts about the model that an export needs."""
+        self._reshard()
         return model_facts(self.model)
 
     @functools.cached_property
     def trees(self) -> list[modules.ModuleTree]:
         """The tensors of each chunk of the model."""
         return [modules.ModuleTree(chunk.module) for chunk in self.model]
+
+    @functools.cached_property
+    def _sharding(self) -> list[Any]:
+        return [each for chunk in self.model for each in dtensors.sharding_modules(chunk.module)]
+
+    def _reshard(self) -> None:
+        """Have the model's sharded parameters in their places, also after an evaluation."""
+        for each in self._sharding:
+            each.reshard()
 
     def _groups(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
@@ -127,7 +142,9 @@ class TrainingState:
     def header(self, iteration: int) -> bytes:
         """Pack everything that is not a large tensor, and the layout of the tensors that follow."""
         layout = [
-            [] if self.sharded else [self._layout(inner.state.get(parameter, {})) for parameter in group["params"]]
+            []
+            if self.sharded
+            else [self._layout(inner.state.get(parameter, {}), parameter) for parameter in group["params"]]
             for inner, group in self._groups()
         ]
         packed: bytes = msgpack.packb(
@@ -150,10 +167,11 @@ class TrainingState:
         return checksum(as_tensor(msgpack.packb([groups, self.schedule(), self.scales()])))
 
     @staticmethod
-    def _layout(state: Mapping[str, object]) -> PlainValues:
-        """Return [dtype, shape, device type] for each tensor, and plain values as they are, by key."""
+    def _layout(state: Mapping[str, object], parameter: torch.Tensor) -> PlainValues:
+        """Return [dtype, shape, device type] for each tensor, and plain values as they are, by key. A part of a
+        distributed tensor that is cut as the parameter has CUT as well."""
         return {
-            key: [str(value.dtype), list(value.shape), value.device.type] if isinstance(value, torch.Tensor) else value
+            key: _kind(key, value, parameter) if isinstance(value, torch.Tensor) else value
             for key, value in sorted(state.items())
         }
 
@@ -178,13 +196,16 @@ class TrainingState:
 
     def trained_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the model's parameters that the optimizer changes."""
+        self._reshard()
         for chunk in self.model:
-            yield from (each for each in chunk.module.parameters() if each.requires_grad and each.numel())
+            found = (local(each) for each in chunk.module.parameters() if each.requires_grad)
+            yield from (each for each in found if each.numel())
 
     def model_tensors(self) -> Iterator[torch.Tensor]:
         """Yield the model's parameters and buffers."""
+        self._reshard()
         for tree in self.trees:
-            yield from (*tree.parameters, *tree.buffers)
+            yield from map(local, (*tree.parameters, *tree.buffers))
 
     def addresses(self) -> list[int]:
         """Return the addresses of all tensors of the state. As long as they are the same, so are the tensors."""
@@ -192,10 +213,10 @@ class TrainingState:
         inner: dict[int, Any] = {}
         for optimizer, group in () if self.sharded else self._groups():
             inner[id(optimizer)] = optimizer
-            found += [parameter.data_ptr() for parameter in group["params"]]
+            found += [local(parameter).data_ptr() for parameter in group["params"]]
         for optimizer in inner.values():
             kept = (value for state in optimizer.state.values() for value in state.values())
-            found += [value.data_ptr() for value in kept if isinstance(value, torch.Tensor)]
+            found += [local(value).data_ptr() for value in kept if isinstance(value, torch.Tensor)]
         return found
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -206,10 +227,10 @@ class TrainingState:
             yield tensor.data
         for inner, group in () if self.sharded else self._groups():
             for parameter in group["params"]:
-                if parameter.data_ptr() not in seen:
-                    yield parameter.data
+                if local(parameter).data_ptr() not in seen:
+                    yield local(parameter).data
                 state = inner.state.get(parameter, {})
-                yield from (state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor))
+                yield from (local(state[key]) for key in sorted(state) if isinstance(state[key], torch.Tensor))
 
 
 def plain(groups: Iterable[Mapping[str, object]]) -> list[PlainValues]:
@@ -248,13 +269,26 @@ def can_be_told(value: Any) -> bool:
     return True
 
 
+def _kind(key: str, value: torch.Tensor, parameter: torch.Tensor) -> list[Any]:
+    part = local(value)
+    kind = [str(part.dtype), list(part.shape), part.device.type]
+    if not dtensors.is_distributed(value):
+        return kind
+    if value.shape != parameter.shape or not dtensors.cut_alike(value, parameter):
+        raise StateMismatch(f"the optimizer's {key} is cut otherwise than its parameter: take an optimizer of torch's")
+    return [*kind, CUT]
+
+
 def _room(value: Any, parameter: torch.Tensor) -> Any:
-    if not (isinstance(value, list) and len(value) == 3 and str(value[0]).startswith("torch.")):
+    if not (isinstance(value, list) and len(value) in (3, 4) and str(value[0]).startswith("torch.")):
         return value
-    dtype, shape, device = value
-    return torch.empty(
+    dtype, shape, device, *cut = value
+    if cut and (cut != [CUT] or list(local(parameter).shape) != shape):
+        raise StateMismatch("the peer's model is sharded in another way: start the same script on all nodes")
+    room = torch.empty(
         shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=parameter.device if device != "cpu" else "cpu"
     )
+    return dtensors.distributed(room, parameter) if cut else room
 
 
 def transfer(

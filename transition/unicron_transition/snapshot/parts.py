@@ -1,8 +1,9 @@
 """The parts of the whole model and its optimizer's state that a rank holds, by each tensor's name and the place in it.
 
 Megatron's `sharded_state_dict` has both for each parameter: tensor ranks hold a slice, pipeline stages hold some of the
-layers, which are stacked under one name. The distributed optimizer gives each data-parallel rank a range of it. So
-ranks of any other layout find what they need in these parts (`unicron_transition/snapshot/checkpoint.py`).
+layers, which are stacked under one name. The distributed optimizer gives each data-parallel rank a range of it. A
+distributed tensor of torch's knows its place itself. So ranks of any other layout find what they need in these parts
+(`unicron_transition/snapshot/checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from unicron_transition.seams import elastic_buckets
+from unicron_transition.seams import dtensors, elastic_buckets
+from unicron_transition.seams.dtensors import local
 from unicron_transition.snapshot.formats.index import box_of, overlap, tiles
 from unicron_transition.snapshot.image_format import ALIGN
 
@@ -82,6 +84,11 @@ class _OptimizerPart:
     end: int
     owner: Any  # torch's optimizer, None for what is not trained
 
+    @property
+    def here(self) -> torch.Tensor:
+        """The elements in this rank, if others have more of the tensor."""
+        return local(self.main).detach()
+
 
 def parts(model: Sequence[Any], optimizer: Any) -> Iterator[Part]:
     """Yield the parts that this rank holds, in a fixed order. Their tensors are views if possible.
@@ -90,13 +97,15 @@ def parts(model: Sequence[Any], optimizer: Any) -> Iterator[Part]:
     """
     held = _optimizer_parts(optimizer)
     for parameter, boxes, duplicate in places(model):
-        own = held.get(id(parameter), _OptimizerPart(parameter.detach(), 0, parameter.numel(), None))
+        own = held.get(id(parameter), _OptimizerPart(parameter, 0, local(parameter).numel(), None))
         if own.owner is None and parameter.requires_grad and is_sharded(optimizer):
             continue  # other ranks have it
         state = own.owner.state.get(own.main, {}) if own.owner is not None else {}
-        tensors = {PARAMETER: own.main.detach().reshape(-1)}
-        tensors |= {key: value.reshape(-1) for key, value in sorted(state.items()) if _is_like(value, own.main)}
+        tensors = {PARAMETER: own.here.reshape(-1)}
+        tensors |= {key: local(value).reshape(-1) for key, value in sorted(state.items()) if _is_like(value, own.main)}
         others = {key: value for key, value in state.items() if not _is_like(value, own.main)}
+        if cut := next((key for key, value in others.items() if dtensors.is_distributed(value)), ""):
+            raise Missing(f"{boxes[0].name}: the optimizer's {cut} is cut otherwise than it: take another optimizer")
         first = 0
         for box in boxes:
             begin, end = max(own.begin, first), min(own.end, first + box.numel)
@@ -110,7 +119,12 @@ def parts(model: Sequence[Any], optimizer: Any) -> Iterator[Part]:
 
 
 def _is_like(value: Any, main: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == main.shape
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dim() > 0
+        and value.shape == main.shape
+        and dtensors.cut_alike(value, main)
+    )
 
 
 def _optimizers(optimizer: Any) -> list[Any]:
@@ -148,7 +162,7 @@ def _mains(optimizer: Any, inner: Any) -> Iterator[tuple[Any, torch.Tensor, int,
             yield parameter, parameter, 0, parameter.numel()
     else:
         for parameter in itertools.chain.from_iterable(group["params"] for group in inner.param_groups):
-            yield parameter, parameter, 0, parameter.numel()
+            yield parameter, parameter, 0, local(parameter).numel()
 
 
 def _pairs(one: Iterable[Sequence[Any]], other: Iterable[Sequence[Any]]) -> Iterator[tuple[Any, Any]]:
@@ -167,8 +181,14 @@ def places(model: Sequence[Any]) -> Iterator[tuple[torch.Tensor, list[Box], bool
             for name, tensor in module.state_dict(keep_vars=True).items():
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
-                    shape = tuple(tensor.shape)
-                    yield tensor, [Box(f"{number}.{name}", shape, (0,) * len(shape), shape)], False
+                    yield tensor, _boxes(f"{number}.{name}", tensor), dtensors.is_copy(tensor)
+
+
+def _boxes(name: str, tensor: torch.Tensor) -> list[Box]:
+    try:
+        return [Box(name, tuple(tensor.shape), *block) for block in dtensors.blocks(tensor)]
+    except dtensors.Uneven as error:
+        raise Missing(f"{name} cannot be saved or loaded as it is sharded here: {error}") from None
 
 
 def plain_names(model: Sequence[Any]) -> dict[str, str]:
@@ -216,19 +236,20 @@ def _is_duplicate(replica_id: Any) -> bool:
 
 # ------------------------------------------------------------ putting parts together
 class Source(NamedTuple):
-    """A part that can be read: its box and range in it, and the function that reads a key, flat."""
+    """A part that can be read: its box and range in it, and the function that reads elements of a key, flat."""
 
     box: Box
     begin: int
     end: int
-    read: Callable[[str], torch.Tensor]
+    read: Callable[[str, int, int], torch.Tensor]
+    """Reads elements [begin, end) of the part. The numbers begin at 0."""
     lend: Callable[[str, Room], torch.Tensor | None] | None = None
     """Function that promises to read a key later to the room's memory, which it returns; None if that cannot be."""
 
     @classmethod
     def of(cls, box: Box, begin: int, end: int, flat: torch.Tensor) -> Source:
         """Make a source of a tensor in memory, of a single kind."""
-        return cls(box, begin, end, lambda key: flat)
+        return cls(box, begin, end, lambda key, first, last: flat[first:last])
 
 
 class SavedState(NamedTuple):
@@ -255,32 +276,42 @@ def assemble(box: Box, key: str, sources: Sequence[Source]) -> torch.Tensor:
         raise Missing(f"{box.name}: some of {box.numel} elements are not there, or there twice")
     found: torch.Tensor | None = None
     for block, pieces in blocks.items():
-        whole = _join(block, key, pieces)
         if block == box:
-            return whole.view(box.extent)
-        if found is None:
-            found = torch.empty(box.extent, dtype=whole.dtype)
+            return _join(block, key, pieces, 0, block.numel).view(box.extent)
         into, out_of = places[block]
-        found[into].copy_(whole.view(block.extent)[out_of])
+        part = _rows(block, key, pieces, out_of)
+        if found is None:
+            found = torch.empty(box.extent, dtype=part.dtype)
+        found[into].copy_(part)
     assert found is not None
     return found
 
 
-def _join(box: Box, key: str, pieces: Sequence[Source]) -> torch.Tensor:
-    """Assemble all elements of `box`, flat, from ranges of it."""
-    ranges = sorted(pieces, key=lambda piece: (piece.begin, -piece.end))
-    if ranges[0].begin == 0 and ranges[0].end == box.numel:
-        return ranges[0].read(key)
-    tensors, reached = [], 0
-    for piece in ranges:
-        if piece.begin > reached:
+def _rows(block: Box, key: str, pieces: Sequence[Source], its: Sequence[slice]) -> torch.Tensor:
+    """Assemble the part `its` of a block. Of the others only what is in the same rows is read: a rank needs no more
+    memory for the blocks of fewer ranks than for its own."""
+    axis = next((number for number, extent in enumerate(block.extent) if extent > 1), 0)
+    row, rows = math.prod(block.extent[axis + 1 :]), its[axis]
+    flat = _join(block, key, pieces, rows.start * row, rows.stop * row)
+    shape = (*block.extent[:axis], rows.stop - rows.start, *block.extent[axis + 1 :])
+    return flat.view(shape)[(*its[:axis], slice(None), *its[axis + 1 :])]
+
+
+def _join(box: Box, key: str, pieces: Sequence[Source], begin: int, end: int) -> torch.Tensor:
+    """Assemble elements [begin, end) of `box`, flat, from ranges of it."""
+    if begin == end:
+        return pieces[0].read(key, 0, 0)
+    tensors, reached = [], begin
+    for piece in sorted(pieces, key=lambda piece: (piece.begin, -piece.end)):
+        if piece.begin > reached or reached == end:
             break
         if piece.end > reached:
-            tensors.append(piece.read(key)[reached - piece.begin :])
-            reached = piece.end
-    if reached != box.numel:
+            until = min(piece.end, end)
+            tensors.append(piece.read(key, reached - piece.begin, until - piece.begin))
+            reached = until
+    if reached != end:
         raise Missing(f"{box.name}: elements from {reached} on are not there")
-    return torch.cat(tensors)
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 class Blocks(Protocol):
@@ -395,12 +426,12 @@ def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
     for parameter, boxes, _ in places(model):
         own = held.get(id(parameter))
         found.append((parameter, boxes, own, *blocks.state(boxes[0], own.owner if own is not None else None)))
-    new = sum(len(keys) * _moment_bytes(own.main) for _, _, own, keys, _ in found if own is not None)
+    new = sum(len(keys) * _moment_bytes(own.here) for _, _, own, keys, _ in found if own is not None)
     restoring, states, memory = _Restoring(blocks), [], NewMemory(new)
     for parameter, boxes, own, keys, others in found:
-        targets = [_Target(parameter.detach().view(-1))]
+        targets = [_Target(local(parameter).detach().view(-1))]
         if own is not None:
-            targets.insert(0, _Target(own.main.detach().view(-1), own.begin))
+            targets.insert(0, _Target(own.here.view(-1), own.begin))
         restoring.add(boxes, PARAMETER, partial(_same, targets))
         if own is not None:
             states.append((own, state := _State(own, memory)))
@@ -410,7 +441,8 @@ def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
     restoring.finish()
     for own, state in states:
         if state.tensors or state.others:
-            own.owner.state[own.main] = state.tensors | state.others
+            values = {key: dtensors.distributed(value, own.main) for key, value in state.tensors.items()}
+            own.owner.state[own.main] = values | state.others
 
 
 def _moment_bytes(main: torch.Tensor) -> int:
@@ -429,12 +461,12 @@ class _State:
 
     def targets(self, key: str, dtype: torch.dtype) -> Sequence[_Target]:
         """Return the memory of one kind: that of the state before if it fits."""
-        main, tensors = self._own.main, self.tensors
+        main, here, tensors = self._own.main, self._own.here, self.tensors
         if key not in tensors:
             before = self._own.owner.state.get(main, {}).get(key)
-            fits = isinstance(before, torch.Tensor) and before.is_contiguous()
-            fits = fits and (before.dtype, before.shape, before.device) == (dtype, main.shape, main.device)
-            tensors[key] = before if fits else self._memory.tensor(main.shape, dtype, main.device)
+            fits = _is_like(before, main) and local(before).is_contiguous()
+            fits = fits and (before.dtype, before.device) == (dtype, here.device)
+            tensors[key] = local(before) if fits else self._memory.tensor(here.shape, dtype, here.device)
         return [_Target(tensors[key].view(-1), self._own.begin)]
 
 

@@ -10,6 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from unicron_transition.generations import groups
 from unicron_transition.generations.layout import Layout
+from unicron_transition.generations.meshes import Meshes
 from unicron_transition.generations.unblock import Unblocker
 from unicron_transition.seams import megatron_core, process_groups
 from unicron_transition.seams.nccl import Aborter
@@ -36,7 +37,7 @@ def built(monkeypatch):
     for name, ranks in PLACES.items():
         setattr(state, name, dist.new_group(ranks))
     aborter = Aborter()
-    made = groups.Groups(SHAPE, Unblocker(), aborter)
+    made = groups.Groups(SHAPE, Unblocker(), aborter, Meshes(SHAPE, "cpu"))
 
     def build(replicas: int):
         made.tear_down()
