@@ -77,6 +77,7 @@ def install() -> bool:
         _patch_tensor(torch)
         _patch_random(torch)
         _patch_experts()
+        _patch_dispatchers()
         _patch_norms()
         setattr(torch, _MARK, True)
     return True
@@ -160,6 +161,16 @@ def _patch_experts() -> None:
 
     if not moe_utils.HAVE_TE:
         moe_utils.te_general_gemm = None
+
+
+def _patch_dispatchers() -> None:
+    # The all-to-all takes its sizes as numbers, of which Megatron makes an array only when it moves them from a GPU.
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = numbers
 
 
 def _patch_norms() -> None:

@@ -3,6 +3,7 @@ configurations, and for Megatron-LM's programs, which have its arguments. Both c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -61,6 +62,12 @@ def limits_of(value: Callable[[str], Any], shown: Callable[[str], str]) -> Itera
     for limit in LIMITS:
         if limit.refused(value(limit.name)):
             yield f"{shown(limit.name)}{limit.words}" if limit.words[0] in ",:" else limit.words
+
+
+def lanes_of(tensor: int, expert: int, expert_tensor: int | None) -> int:
+    """Return the data-parallel ranks of the smallest block of ranks that is closed under all of Megatron's groups: that
+    many share their experts, whose groups are of consecutive ranks."""
+    return math.lcm(expert * (expert_tensor or tensor), tensor) // tensor
 
 
 def over_stages(mtp_layers: Any, stages: int, tied: bool) -> Iterator[str]:

@@ -29,18 +29,16 @@ def _sizes(layout: Layout) -> Iterator[str]:
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
+        expert=limits.lanes_of(
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        ),
     )
     if actual != layout:
         yield f"a layout that it is not told of: give init_process_group layout=unicron.{actual}"
     if layout.context > 1:
         yield "context parallelism, which Megatron's own attention has not: leave --context-parallel-size out"
-    if parallel_state.get_expert_model_parallel_world_size() > 1:
-        yield (
-            "expert parallelism, whose groups are of several replicas of the dense layers: leave "
-            "--expert-model-parallel-size out"
-        )
-    if parallel_state.get_expert_tensor_parallel_world_size() != layout.tensor:
-        yield "expert tensor parallelism of another size than --tensor-model-parallel-size: leave it out"
 
 
 def _model(model: Sequence[Any], config: Any, optimizer: Any) -> Iterator[str]:

@@ -52,7 +52,6 @@ REFUSED_OPTIONS = {
 # Attribute -> (the only value that can be healed, the words for any other).
 ONLY = {
     "context_parallel_size": (1, "context parallelism: leave --context-parallel-size out"),
-    "expert_model_parallel_size": (1, "expert parallelism: leave --expert-model-parallel-size out"),
     "dataloader_type": ("single", "--dataloader-type other than single: its samples depend on the number of ranks"),
 }
 # Setting of the table of limits -> the option that sets it, where that has another name.
@@ -80,7 +79,11 @@ class Folders:
 
 def layout_of(args: Any) -> Layout:
     """Return the layout of a replica that Megatron-LM's arguments state."""
-    return Layout(args.tensor_model_parallel_size, args.context_parallel_size, args.pipeline_model_parallel_size)
+    tensor = args.tensor_model_parallel_size
+    lanes = limits.lanes_of(
+        tensor, getattr(args, "expert_model_parallel_size", 1) or 1, getattr(args, "expert_tensor_parallel_size", None)
+    )
+    return Layout(tensor, args.context_parallel_size, args.pipeline_model_parallel_size, expert=lanes)
 
 
 def take_folders(args: Any) -> Folders:

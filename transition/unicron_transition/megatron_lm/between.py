@@ -86,7 +86,9 @@ class Between:
         if not getattr(args, "num_experts", None) and not getattr(args, "mtp_num_layers", None):
             return True
         megatron_trackers.complete(args, torch.device(torch.cuda.current_device()))
-        return self._communicate(lambda: megatron_trackers.add_up(dist.all_reduce, args.tensor_model_parallel_size))
+        assert self.session is not None
+        layout = self.session.layout
+        return self._communicate(lambda: megatron_trackers.add_up(dist.all_reduce, layout.tensor, layout.lanes))
 
     def _norm(self, original: Callable[..., float]) -> Callable[..., float | None]:
         def calc_params_l2_norm(model: Any, *arguments: Any, **keywords: Any) -> float | None:

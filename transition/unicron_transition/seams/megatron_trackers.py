@@ -101,15 +101,16 @@ def _make(name: str, layers: int, device: torch.device) -> None:
     utils.get_moe_layer_wise_logging_tracker().setdefault(name, empty)
 
 
-def add_up(total: Any, tensor_ranks: int) -> None:
+def add_up(total: Any, tensor_ranks: int, lanes: int) -> None:
     """Replace the sums by those over all ranks. total(tensor): sums it over them in place.
 
-    Of `tensor_ranks` ranks each has a part of a loss that balances experts, but the whole of any other value.
+    Of `tensor_ranks` ranks each has a part of a loss that balances experts, but the whole of any other value. Megatron-LM
+    will divide by the micro-batches of each of the `lanes`.
     """
     found = sorted(values().items())
     if not found:
         return
-    parts = [value.double() / (1 if name in BALANCES else tensor_ranks) for name, value in found]
+    parts = [value.double() / lanes / (1 if name in BALANCES else tensor_ranks) for name, value in found]
     both = torch.cat(parts)
     total(both)
     for (_, value), part in zip(found, both.split([len(part) for part in parts]), strict=True):

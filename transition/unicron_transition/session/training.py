@@ -186,7 +186,7 @@ class Training:
 
     def _groups(self, kind: ModelKind) -> groups.Groups | WorldGroups | None:
         """Return the groups of this rank's replica and place; None if Megatron keeps them, or a rank is a replica."""
-        if self._member.groups is not None or self.layout.size == 1 or kind.keeps_groups:
+        if self._member.groups is not None or self.layout.size == 1 or (kind.keeps_groups and self.layout.lanes == 1):
             return self._member.groups
         return WorldGroups(self.layout)
 

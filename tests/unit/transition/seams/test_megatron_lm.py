@@ -105,6 +105,9 @@ def test_values_that_are_refused(more, snapshot):
 def test_the_layout_and_the_folders_are_taken_from_the_arguments():
     given = args(save="/s", load="/l", save_interval=500)
     assert arguments.layout_of(given) == Layout(tensor=2, pipeline=4)
+    assert arguments.layout_of(args(expert_model_parallel_size=4)) == Layout(tensor=2, pipeline=4, expert=4)
+    narrow = args(expert_model_parallel_size=4, expert_tensor_parallel_size=1)
+    assert arguments.layout_of(narrow) == Layout(tensor=2, pipeline=4, expert=2)
     assert arguments.take_folders(given) == arguments.Folders(Path("/s"), Path("/l"), 500, False)
     assert (given.save, given.load, given.async_save) == (None, None, False), "Megatron-LM itself saves nothing"
 
@@ -144,6 +147,7 @@ def test_the_batch_of_the_loop_is_that_of_one_replica():
     )
     seen = world._AsOneReplica(mpu)
     assert seen.get_data_parallel_world_size() == 1
+    assert world._AsOneReplica(mpu, lambda: 2).get_data_parallel_world_size() == 2, "lanes that share experts"
     assert seen.get_data_parallel_world_size(with_context_parallel=True) == 8
     assert seen.get_tensor_model_parallel_rank() == 1
 
