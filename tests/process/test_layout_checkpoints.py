@@ -97,6 +97,8 @@ def test_experts_with_their_biases_and_further_tokens_go_on_too(tmp_path, undist
         (("1 1 1 2 1", 1), ("1 1 1", 1)),
         pytest.param(("1 1 1", 1), ("1 1 1 2 1", 2), marks=pytest.mark.long),
         pytest.param(("1 2 1 2 1", 1), ("1 1 1 4 1", 1), marks=pytest.mark.long),
+        (("1 1 1 2 1" + SHARDED, 2), ("1 1 1" + SHARDED, 1)),
+        pytest.param(("1 1 1" + SHARDED, 2), ("1 1 1 2 1" + SHARDED, 2), marks=pytest.mark.long),
     ],
 )
 def test_experts_that_ranks_share_go_on_with_others(tmp_path, undisturbed, one, other):

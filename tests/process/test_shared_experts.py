@@ -26,9 +26,11 @@ STRUCK = ("data", "backward", "tokens", "reduce", "in-reduce", "proof", "commit"
 
 CASES = [
     ("ep", "eight", "tokens"),
-    ("ep", "eight", "reduce"),
+    ("ep", "eight-sharded", "reduce"),
 ]
 WIDE = [
+    ("ep", "eight-sharded-overlap", "twice"),
+    ("ep-tp", "eight-sharded", "tokens"),
     ("ep-tp", "eight", "commit"),
     ("ep", "eight", "step"),
     ("ep", "eight-allgather", "data"),
@@ -38,6 +40,8 @@ WIDE = [
     ("ep-pp", "eight", "twice"),
 ]
 LONG = [
+    *(("ep", "eight-sharded", moment) for moment in STRUCK),
+    ("ep-pp", "eight-sharded-overlap", "proof"),
     *(("ep", "eight", moment) for moment in STRUCK),
     *(("ep-tp", "eight", moment) for moment in STRUCK),
     ("ep", "eight-fp16", "reduce"),

@@ -52,6 +52,8 @@ KINDS: dict[str, dict[str, str]] = {
     "eight-bias": EIGHT | {"TINY_EXPERTS": "bias", "TINY_BF16": "1"},
     "eight-fp16": EIGHT | {"TINY_FP16": str(2.0**19)},
     "eight-overlap": EIGHT | {"TINY_OVERLAP": "1", "TINY_MTP": "1"},
+    "eight-sharded": EIGHT | {"TINY_DISTOPT": "1"},
+    "eight-sharded-overlap": EIGHT | {"TINY_DISTOPT": "1", "TINY_OVERLAP": "1", "TINY_GATHER": "1"},
     "mtp": {"TINY_MTP": "1"},
     "sharded-mtp": {"TINY_MTP": "2", "TINY_EXPERTS": "aux_loss", "TINY_DISTOPT": "1", "TINY_TOKENS": "1"},
 }

@@ -134,7 +134,12 @@ TORCH_MODELS = (
 )
 # Compared when a model has distributed tensors, whose modules are imported by then.
 TORCH_DTENSORS = (
-    Seam("torch.distributed.tensor", "DTensor.to_local.~_local_tensor", None, "a rank's part of a tensor, without communication"),
+    Seam(
+        "torch.distributed.tensor",
+        "DTensor.to_local.~_local_tensor",
+        None,
+        "a rank's part of a tensor, without communication",
+    ),
     Seam("torch.distributed.tensor.placement_types", "_StridedShard", None, "the cut of `fully_shard` over a tensor's"),
 )
 # Compared when a checkpoint of torch's own format is written.
