@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import proof
+from tests.support.jobs import json_lines
 from tests.support.moments import fault
 from tests.support.processes import ROOT, outside_slurm
 from tests.support.rank_harness import Ranks
@@ -22,7 +23,7 @@ SCRIPT = ROOT / "tests" / "support" / "tiny_sharded.py"
 ITERATIONS = 5
 GRADIENTS = 1e-6  # relative to the largest, in fp32
 LOSSES = 1e-6  # relative
-LAYOUTS: dict[str, tuple[int, int, int]] = {  # ranks, shard, tensor
+LAYOUTS: dict[str, tuple[int, int, int]] = {  # ranks, shard (and context), tensor
     "DP2 F2": (4, 2, 1),
     "DP3 F2": (6, 2, 1),
     "DP2 F2 TP2": (8, 2, 2),
@@ -54,14 +55,20 @@ def environment(layout: str, **more: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """settings -> the folder of a loop of torch alone in one process."""
+    """(layout, settings) -> the folder of a loop of torch alone in one process; where the numbers of a session are its
+    own, those of ranks that nothing disturbs."""
     made: dict[str, Path] = {}
 
-    def of(settings: dict[str, str]) -> Path:
-        key = repr(sorted(settings.items()))
+    def of(layout: str, settings: dict[str, str]) -> Path:
+        key = repr((layout, sorted(settings.items())))
         if key not in made:
             out = made[key] = tmp_path_factory.mktemp("reference")
-            alone = outside_slurm() | {"TINY_ALONE": "1"} | settings | {"TINY_OUT": str(out)}
+            mine = environment(layout, **settings)
+            if settings.keys() & {"TINY_DROPOUT"} or "mixed" in settings.get("TINY_KIND", ""):
+                ranks, shard, tensor = LAYOUTS[layout]
+                Ranks(out, ranks, [], fork=True, replica=shard * tensor, **mine).drive()
+                return out
+            alone = outside_slurm() | {"TINY_ALONE": "1"} | mine | {"TINY_OUT": str(out)}
             ended = Script(SCRIPT, environment=alone).wait()
             assert ended.returncode == 0, ended.stderr
         return made[key]
@@ -71,20 +78,27 @@ def references(tmp_path_factory):
 
 @pytest.fixture
 def run(references, tmp_path):
-    """Run ranks with faults, and prove what must hold of every run."""
+    """Run ranks with faults, and prove what must hold of every run. out: another folder than the test's."""
 
-    def go(layout: str, *faults: dict, settings: dict[str, str] | None = None, **keywords) -> Ranks:
+    def go(
+        layout: str,
+        *faults: dict,
+        settings: dict[str, str] | None = None,
+        out: Path = tmp_path,
+        lanes: int | None = None,
+        **keywords,
+    ) -> Ranks:
         size, shard, tensor = LAYOUTS[layout]
         mine = environment(layout, **settings or {})
-        memory = tmp_path / "memory"
-        memory.mkdir()
+        memory = out / "memory"
+        memory.mkdir(parents=True)
         more = mine | {"UNICRON_MEMORY": str(memory)}
-        ranks = Ranks(tmp_path, size, list(faults), fork=True, replica=shard * tensor, **keywords, **more)
+        ranks = Ranks(out, size, list(faults), fork=True, replica=shard * tensor, **keywords, **more)
         ranks.drive()
-        reference = references(mine)
-        proof.exactly_once(ranks, ITERATIONS, lanes=shard)
-        proof.same_losses(tmp_path, reference, LOSSES)
-        found = proof.gradient_differences(tmp_path, reference, ITERATIONS, shard * tensor, relative=True)
+        reference = references(layout, settings or {})
+        proof.exactly_once(ranks, ITERATIONS, lanes=lanes or shard)
+        proof.same_losses(out, reference, LOSSES)
+        found = proof.gradient_differences(out, reference, ITERATIONS, shard * tensor, relative=True)
         print(f"gradients differ by {max(found.values()):.1e} at most")
         assert max(found.values()) <= GRADIENTS, found
         return ranks
@@ -112,3 +126,67 @@ def test_any_moment(run, layout, moment):
     _, shard, tensor = LAYOUTS[layout]
     ranks = run(layout, *moments(shard * tensor)[moment])
     assert any(lost for _, lost, _ in ranks.breaks)
+
+
+KINDS = {
+    "tokens": {"TINY_TOKENS": "1", "TINY_CLIP": "0.5"},
+    "dropout": {"TINY_DROPOUT": "0.1"},
+    "mixed": {"TINY_KIND": "mixed", "TINY_CLIP": "0.5"},
+    "checkpoint": {"TINY_KIND": "checkpoint"},
+    "compile": {"TINY_KIND": "compile"},
+    "frozen": {"TINY_KIND": "frozen"},
+    "keep": {"TINY_KIND": "keep"},
+    "grouped": {"TINY_KIND": "grouped"},
+    "buckets": {"TINY_BUCKET": "4500"},
+    "fused": {"TINY_KIND": "fused"},
+    "no copies": {"UNICRON_SNAPSHOT": "none"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_modules(run, kind):
+    faults = [fault(3, 1, "backward", 1), fault(0, 1, "resume", kind="sleep", delay=0.01)]
+    ranks = run("DP2 F2", *faults, settings=KINDS[kind])
+    assert any(lost for _, lost, _ in ranks.breaks)
+
+
+def test_an_evaluation_has_one_value_in_all_ranks_whatever_their_number(run, tmp_path):
+    """Its micro-batches are dealt in rounds, too, and a rank is lost in the middle of one."""
+    values = {}
+    for name, faults in (("undisturbed", []), ("disturbed", [fault(3, 1, "evaluate")])):
+        run("DP2 F2", *faults, settings={"TINY_EVALUATE": "5"}, out=(out := tmp_path / name))
+        told = [one for path in out.glob("evaluated.*") for one in json_lines(path)]
+        values[name] = {at: {one["value"] for one in told if one["iteration"] == at} for at in range(1, ITERATIONS)}
+    alone, after = ({at: told for at, (told,) in values[name].items()} for name in ("undisturbed", "disturbed"))
+    assert after == pytest.approx(alone, rel=1e-6)
+
+
+def test_the_norm_counts_what_tensor_ranks_share_once(run):
+    run("DP2 F2 TP2", fault(7, 1, "scatter", 1), settings={"TINY_CLIP": "0.5"})
+
+
+def test_ranks_that_start_again_complete_a_replica(run):
+    """Also of what is left of two others: slot 0 and slot 3 are lost, 1 and 2 have no place in common."""
+    gate = fault(1, 3, "fetch", kind="wait", gate=1)  # until the newcomer is offered
+    ranks = run("DP3 F2", fault(4, 1, "fetch"), gate, restart=True)
+    assert next(plan for plan in ranks.plans if plan.boundary).joiners
+
+
+@pytest.mark.parametrize("tokens", ["0", "1"])
+def test_ranks_that_share_each_sequence(run, tokens):
+    """Two context ranks hold the shards, and each of them computes half of the loss."""
+    settings = {"TINY_SHARD": "1", "TINY_CONTEXT": "2", "TINY_TOKENS": tokens}
+    ranks = run("DP2 F2", fault(3, 1, "scatter", 1), settings=settings, lanes=1)
+    assert any(lost for _, lost, _ in ranks.breaks)
+
+
+def test_what_is_left_of_two_replicas_is_one(run):
+    ranks = run("DP2 F2", fault(0, 1, "scatter", 0), fault(3, 1, "scatter", 1))
+    assert ranks.plans[-1].members == [2, 1]
+
+
+def test_an_optimizer_whose_step_communicates_is_refused_before_it_does(tmp_path):
+    mine = environment("DP2 F2", TINY_KIND="adafactor")
+    ranks = Ranks(tmp_path, 4, [], fork=True, replica=2, **mine)
+    ranks.drive()
+    assert not ranks.steps and {told for _, kind, told in ranks.faults if kind == "UnsupportedLayout"}

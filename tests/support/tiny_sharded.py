@@ -2,9 +2,10 @@
 modules run as a training script.
 
 Environment, beside that of `fault_points`: TINY_SHARD ranks that share the parameters; TINY_TENSOR tensor ranks;
+TINY_CONTEXT ranks that share each sequence, whose parameters are sharded over them, too;
 TINY_TOKENS=1 for a loss per token; TINY_DROPOUT; TINY_CLIP the largest norm; TINY_BUCKET bytes of a bucket of
 gradients; TINY_KIND words: "mixed" precision, "checkpoint" activations, "compile" blocks, "frozen" first block, "keep"
-gathered parameters until the backward pass, "grouped" blocks;
+gathered parameters until the backward pass, "grouped" blocks, "adafactor" and "fused" optimizers;
 TINY_ALONE=1: a loop of torch alone, of one process with whole parameters; TINY_CHECKPOINTS, TINY_CHECKPOINT_EVERY.
 """
 
@@ -38,9 +39,11 @@ from tests.support.fault_points import (
 )
 
 SHARD, TENSOR = int(os.environ.get("TINY_SHARD", "2")), int(os.environ.get("TINY_TENSOR", "1"))
+CONTEXT = int(os.environ.get("TINY_CONTEXT", "1"))
 TOKENS = os.environ.get("TINY_TOKENS") == "1"
 DROPOUT = float(os.environ.get("TINY_DROPOUT", "0"))
 CLIP = float(os.environ["TINY_CLIP"]) if "TINY_CLIP" in os.environ else None
+ALONE = os.environ.get("TINY_ALONE")
 KIND = os.environ.get("TINY_KIND", "").split()
 SEQUENCE, VOCABULARY, SIZE, WIDTH = 16, 64, 2, 32
 
@@ -48,6 +51,7 @@ point("import")
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
+from torch.distributed import _functional_collectives as funcol  # noqa: E402
 from torch.distributed import fsdp  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 from torch.nn import functional  # noqa: E402
@@ -88,7 +92,11 @@ class Model(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         states = self.embedding(tokens)
-        states = (self.mask / self.mask.sum(dim=1, keepdim=True)).to(states.dtype) @ states
+        weights = (self.mask / self.mask.sum(dim=1, keepdim=True)).to(states.dtype)
+        if CONTEXT > 1 and ALONE is None:
+            weights = own_part(weights, 0)
+            states = funcol.all_gather_tensor_autograd(states, 1, (unicron.context_mesh(), 0))
+        states = weights @ states
         for block in self.blocks:
             states = checkpoint(block, states, use_reentrant=False) if "checkpoint" in KIND else block(states)
         return self.head(states)
@@ -127,12 +135,13 @@ def part(name: str, whole: torch.Tensor, place: int) -> torch.Tensor:
         whole = whole.chunk(TENSOR)[tensor]
     elif TENSOR > 1 and "narrow" in name:
         whole = whole.chunk(TENSOR, dim=1)[tensor]
-    return whole.chunk(SHARD)[lane]
+    return whole.chunk(SHARD * CONTEXT)[lane]
 
 
 def optimizers(model: torch.nn.Module):
     trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=5e-3)
+    kind = torch.optim.Adafactor if "adafactor" in KIND else torch.optim.AdamW
+    optimizer = kind(trained, lr=5e-3, **({"fused": True} if "fused" in KIND else {}))
     return optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3], gamma=0.5)
 
 
@@ -149,12 +158,19 @@ def data(iteration: int, index: int) -> torch.Tensor:
 
 def forward_step(tokens: torch.Tensor, model: torch.nn.Module):
     """The mean loss, or the sum over as many tokens as the micro-batch's first one says."""
-    logits = model(tokens[:, :-1]).float()
-    losses = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-    if not TOKENS:
-        return losses.mean()
     count = 1 + tokens[0, 0] % (SEQUENCE - 1)
-    return losses.view(SIZE, SEQUENCE)[:, :count].sum(), SIZE * count
+    counts = torch.arange(SEQUENCE).expand(SIZE, -1) < count
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if CONTEXT > 1 and ALONE is None:
+        inputs, targets, counts = (own_part(each, 1) for each in (inputs, targets, counts))
+    logits = model(inputs).float()
+    losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return (losses[counts.flatten()].sum(), counts.sum()) if TOKENS else losses.mean()
+
+
+def own_part(whole: torch.Tensor, dim: int) -> torch.Tensor:
+    """What this rank has of a sequence."""
+    return whole.chunk(CONTEXT, dim=dim)[unicron.context_mesh().get_local_rank()]
 
 
 def saving(model: torch.nn.Module, optimizer: torch.optim.Optimizer, whole: bool = False) -> None:
@@ -168,7 +184,7 @@ def saving(model: torch.nn.Module, optimizer: torch.optim.Optimizer, whole: bool
     def after(*_) -> None:
         tensors = {"gradient": gradient.pop(), "parameters": dict(model.named_parameters())}
         if now["iteration"] < SAVE:
-            for slot in range(SHARD * TENSOR) if whole else (SLOT,):
+            for slot in range(SHARD * CONTEXT * TENSOR) if whole else (SLOT,):
                 place = slot if whole else None
                 saved = {key: flat(named, place) for key, named in tensors.items()}
                 save(saved, OUT / f"step.{now['iteration']}.{slot}")
@@ -212,9 +228,9 @@ def around_collectives() -> None:
 
 def main() -> None:
     """Train, and save each iteration's gradient, parameters and loss."""
-    if os.environ.get("TINY_ALONE") == "1":
+    if ALONE is not None:
         return alone(build())
-    unicron.init_process_group("gloo", layout=unicron.Layout(shard=SHARD, tensor=TENSOR))
+    unicron.init_process_group("gloo", layout=unicron.Layout(shard=SHARD, tensor=TENSOR, context=CONTEXT))
     if "TINY_BUCKET" in os.environ:
         flat_gradients.BUCKET_BYTES = int(os.environ["TINY_BUCKET"])
     model = build()

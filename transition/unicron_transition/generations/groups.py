@@ -105,7 +105,7 @@ class Groups:
         self._roles = {WORLD: Role(True, tuple(range(layout.size)))}
         if layout.size > 1:
             self._roles |= {ALIKE: Role(True, (place,)), REPLICA: Role(False, tuple(range(layout.size)))}
-        self._of_meshes = {f"mesh.{name}": group for name, group in meshes.groups.items()}
+        self._of_meshes = {f"mesh.{name}": group for name, group in meshes.settle_groups().items()}
         for name, group in self._of_meshes.items():
             self._roles[name] = self._role(name, dist.get_process_group_ranks(group))
         self._lists: dict[str, Role] = {}

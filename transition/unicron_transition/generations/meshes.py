@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class Meshes:
-    """The meshes of one rank. They are made when a script asks for the first one."""
+    """The meshes of one rank. All are made when a script asks for the first one."""
 
     def __init__(self, layout: Layout, device: str):
         self._layout, self._device = layout, device
         self._made: dict[str, Any] = {}
         """By what a mesh is for, "parameters" or "context"; with its directions over all replicas if there are
         peers."""
-        self.groups: dict[str, dist.ProcessGroup] = {}
-        """Name in a mesh -> its group in the world without peers."""
+        self._groups: dict[str, dist.ProcessGroup] = {}  # by name in a mesh, in the world without peers
+        self._settled = False
 
     def mesh(self, direction: str) -> DeviceMesh:
         """Return the one-dimensional mesh of this rank's replica in a direction: "shard", "tensor" or "context".
@@ -36,18 +36,36 @@ class Meshes:
         Raises
         ------
         ValueError
-            If the ranks of the job are not whole replicas, or the layout is of Megatron's models.
+            If the ranks of the job are not whole replicas, or the layout has no such ranks, or is of Megatron's models.
+        RuntimeError
+            If no mesh was asked for before the session.
         """
-        made = self._mesh("context" if direction == "context" else "parameters")
+        layout = self._layout
+        if {"tensor": layout.tensor, "context": layout.context}.get(direction) == 1:
+            raise ValueError(f"the layout has no {direction} ranks: write unicron.Layout({direction}=...)")
+        if not self._made and self._settled:
+            raise RuntimeError("unicron.shard_mesh() is for the model: call it before unicron.Session(...)")
+        if not self._made:
+            self._make("parameters")
+            if layout.context > 1:
+                self._make("context")
+        made = self._made["context" if direction == "context" else "parameters"]
         found: DeviceMesh = made if made.ndim == 1 else made[direction]
         return found
 
-    def _mesh(self, kind: str) -> Any:
-        if kind not in self._made:
-            self._made[kind] = made = device_meshes.make(self._device, *self._ranks_and_names(kind))
-            if process_groups.without_peers():
-                self.groups |= device_meshes.groups_of(made)
-        return self._made[kind]
+    def settle_groups(self) -> dict[str, dist.ProcessGroup]:
+        """Return the groups of the meshes in the world without peers, by name. No mesh can be made afterwards."""
+        self._settled = True
+        return dict(self._groups)
+
+    def hold(self, tensor: torch.Tensor) -> bool:
+        """Whether a distributed tensor is on one of these."""
+        return any(device_meshes.is_on(tensor, made) for made in self._made.values())
+
+    def _make(self, kind: str) -> None:
+        self._made[kind] = made = device_meshes.make(self._device, *self._ranks_and_names(kind))
+        if process_groups.without_peers():
+            self._groups |= device_meshes.groups_of(made)
 
     def _ranks_and_names(self, kind: str) -> tuple[torch.Tensor, list[str]]:
         world, layout = dist.get_world_size(), self._layout

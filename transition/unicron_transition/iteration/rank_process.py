@@ -89,8 +89,8 @@ def shard_mesh() -> DeviceMesh:
 
 
 def tensor_mesh() -> DeviceMesh:
-    """Return the mesh of `Layout(tensor=T)` for `parallelize_module`, of shape (T,); it is in the same mesh as
-    :func:`shard_mesh`, so that a module can be sharded over both. Raises as :func:`shard_mesh`."""
+    """Return the mesh of `Layout(tensor=T)` for `parallelize_module`, of shape (T,). It is a direction of one mesh with
+    that of :func:`shard_mesh`, so that a module can be sharded over both. Raises as :func:`shard_mesh`."""
     return current().meshes.mesh("tensor")
 
 

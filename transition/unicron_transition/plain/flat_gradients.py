@@ -204,18 +204,6 @@ class PlainGradients(Accumulation):
     def _forget_sums(self) -> None:
         self._sums, self._missing, self._deferred = [], [], None
 
-    def spoilt(self) -> None:
-        super().spoilt()
-        self._leave_pass()
-
-    def adopt_groups(self) -> None:
-        self._leave_pass()
-
-    def _leave_pass(self) -> None:
-        """Leave a pass that was broken off in a collective of the replica."""
-        if self._sharded:
-            fully_shard.reset(self._module)
-
     def _rounds(self, indices: Sequence[int]) -> Iterator[tuple[list[int], int, bool]]:
         """Yield (micro-batches that the lanes compute at the same time, this lane's own, whether it counts). A lane
         without one computes that of another, since all of them take part in each collective."""
@@ -332,6 +320,8 @@ class PlainGradients(Accumulation):
 
     def drain(self, unblock: Callable[[], Any]) -> None:
         wait_out([each.work for each in self._sums if each.work is not None], unblock)
+        if self._sharded:  # its pass may have been broken off in a collective of the replica
+            fully_shard.reset(self._module)
 
     def proven(self, tokens: float) -> float:
         for bucket in self._buckets:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from unicron_transition.generations.layout import Layout
+from unicron_transition.generations.meshes import Meshes
 from unicron_transition.iteration.accumulation import Work
 from unicron_transition.iteration.exchange import Exchange
 from unicron_transition.iteration.rank_process import Process
@@ -45,10 +46,11 @@ class Plain:
         self.optimizer = PlainOptimizer(optimizer, self._module, clip_grad, scaler)
         self.scheduler = PlainSchedule(scheduler, scaler) if scheduler is not None or scaler is not None else None
 
-    def check(self, layout: Layout) -> None:
-        """Raise :class:`UnsupportedLayout` for the first thing that this release cannot heal."""
+    def check(self, layout: Layout, meshes: Meshes) -> None:
+        """Raise :class:`UnsupportedLayout` for the first thing that this release cannot heal. meshes: on which the
+        module may be sharded."""
         check(self._module, self.optimizer.optimizer, self.scheduler)
-        check_sharding(self._module, layout, self._scaler)
+        check_sharding(self._module, layout, meshes, self._scaler)
 
     def holders(self) -> list[Any]:
         """Return every object that may have a process group."""
@@ -136,7 +138,11 @@ class PlainOptimizer:
             self._scaler.unscale_(self.optimizer)
         if self._clip is not None and norm is None:
             norm = float(torch.nn.utils.clip_grad_norm_(self.trained_parameters().values(), self._clip))
-        succeeded = self._step()
+        if self._is_sharded() and not self._stepped:
+            with fully_shard.no_communication(type(self.optimizer).__name__):
+                succeeded = self._step()
+        else:
+            succeeded = self._step()
         if not self._stepped and succeeded:
             self._stepped = True
             self._check_state()

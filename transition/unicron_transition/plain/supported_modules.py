@@ -25,9 +25,6 @@ def check(module: torch.nn.Module, optimizer: Any, schedule: Any) -> None:
     refuse(_settings(optimizer, schedule))
 
 
-RESTART = "leave the session out: restart mode heals the script as it is (--unicron-mode=restart)"
-
-
 def _wrappers(module: torch.nn.Module) -> Iterator[str]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -35,10 +32,7 @@ def _wrappers(module: torch.nn.Module) -> Iterator[str]:
         if isinstance(each, torch.nn.parallel.DistributedDataParallel):
             yield "a model in DistributedDataParallel, since it reduces by itself: give the module without it"
         if isinstance(each, FullyShardedDataParallel):
-            yield (
-                "FSDP1 (FullyShardedDataParallel): write fully_shard(module, mesh=unicron.shard_mesh()) instead, or "
-                f"{RESTART}"
-            )
+            yield "FSDP1 (FullyShardedDataParallel): write fully_shard(module, mesh=unicron.shard_mesh()) instead"
 
 
 def _statistics(module: torch.nn.Module) -> Iterator[str]:

@@ -36,6 +36,11 @@ def groups_of(mesh: Any) -> Iterator[tuple[str, dist.ProcessGroup]]:
     return zip(names_of(mesh), mesh.get_all_groups(), strict=True)
 
 
+def is_on(tensor: Any, mesh: Any) -> bool:
+    """Whether a distributed tensor is on this mesh, or on directions of it."""
+    return bool(tensor.device_mesh._get_root_mesh() == mesh)
+
+
 def renew(mesh: Any, ranks: torch.Tensor, groups: Mapping[str, dist.ProcessGroup]) -> None:
     """Give a mesh, and every part of it, these ranks and groups. groups: by the names that the mesh knows.
 

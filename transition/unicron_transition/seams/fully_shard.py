@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unicron_transition.seams import dtensors
 from unicron_transition.seams.dtensors import sharding_modules
+from unicron_transition.seams.table import UnsupportedLayout
 
 
 def gradient(parameter: Any, part: torch.Tensor) -> torch.Tensor:
@@ -114,3 +117,28 @@ def in_two_groups(module: torch.nn.Module) -> str:
 
 def _infos(group: Any) -> list[Any]:
     return [each.mesh_info for each in group.fsdp_params if hasattr(each, "mesh_info")]
+
+
+class _Watch(TorchDispatchMode):
+    """Refuses the collectives of distributed tensors."""
+
+    def __init__(self, name: str):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, sys.modules["torch.distributed.tensor"].DTensor) for each in types):
+            return NotImplemented  # its own dispatch comes first, and calls what this rank has to do
+        if func.namespace == "_c10d_functional":
+            raise UnsupportedLayout(
+                f"unicron can't heal {self._name} with sharded parameters: its step communicates ({func}), and the "
+                "loss of a rank would leave it half done; use one whose step is for each element, such as AdamW"
+            )
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def no_communication(name: str) -> Iterator[None]:
+    """Raise :class:`UnsupportedLayout` if the optimizer of this name communicates in the body, before it does."""
+    with _Watch(name):
+        yield

@@ -347,6 +347,9 @@ MEGATRON_LM = (
 )
 
 
+RESTART = "leave the session out, and restart mode heals the script as it is (--unicron-mode=restart)"
+
+
 class UnsupportedLayout(RuntimeError):
     """This release cannot heal the job because of its layout or model, or of its torch or Megatron."""
 
@@ -354,7 +357,7 @@ class UnsupportedLayout(RuntimeError):
 def refuse(findings: Iterable[str]) -> None:
     """Raise :class:`UnsupportedLayout` for the first finding, if there is one."""
     for found in findings:
-        raise UnsupportedLayout(f"unicron can't heal {found}; or run the job with --no-unicron")
+        raise UnsupportedLayout(f"unicron can't heal {found}; or {RESTART}")
 
 
 def check(package: str, seams: Iterable[Seam], needed: Collection[str] = ()) -> None:

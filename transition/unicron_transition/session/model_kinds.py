@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from unicron_transition.generations.layout import Layout
+from unicron_transition.generations.meshes import Meshes
 from unicron_transition.iteration.accumulation import Work
 from unicron_transition.iteration.exchange import Exchange
 from unicron_transition.iteration.rank_process import Process
@@ -28,7 +29,7 @@ class Megatron:
         self.chunks: Sequence[Any] = list(model)
         self.optimizer, self.scheduler = optimizer, scheduler
 
-    def check(self, layout: Layout) -> None:
+    def check(self, layout: Layout, meshes: Meshes) -> None:
         """Raise :class:`table.UnsupportedLayout` for the first thing that this release cannot heal."""
         megatron_core.check(self.chunks, elastic_buckets.distributed_optimizers(self.optimizer))
         supported.check(self.chunks, self.optimizer, layout)

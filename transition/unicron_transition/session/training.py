@@ -105,7 +105,7 @@ class Training:
         self._process = current = rank_process.current()
         self.layout = current.layout
         kind = kind_of(model, optimizer, scheduler, clip_grad=clip_grad, scaler=scaler)
-        kind.check(self.layout)
+        kind.check(self.layout, current.meshes)
         if callable(micro_batches) and not kind.varies:
             raise ValueError("micro_batches is one number for a plain module: a function is for Megatron's models")
         self._watch, self._channel, self.slot = current.watch, current.channel, current.slot

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.optim import lr_scheduler
 
 from tests.support.texts import raises_text
 from unicron_transition.generations.layout import Layout
+from unicron_transition.generations.meshes import Meshes
 from unicron_transition.plain.module import Plain
 from unicron_transition.seams.table import UnsupportedLayout
 from unicron_transition.session import model_kinds
@@ -53,11 +52,6 @@ def plateau(model: nn.Module) -> Plain:
     return plain(model, optimizer, lr_scheduler.ReduceLROnPlateau(optimizer))
 
 
-def fully_sharded(model: nn.Module) -> nn.Module:
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    return model
-
-
 REFUSED: dict[str, Callable[[], Plain]] = {
     "batch norm": lambda: plain(nn.Sequential(nn.BatchNorm2d(3))),
     "instance norm": lambda: plain(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
@@ -71,14 +65,13 @@ REFUSED: dict[str, Callable[[], Plain]] = {
     "function": lambda: plain(one := nn.Linear(3, 3), with_function(one)),
     "plateau": lambda: plateau(nn.Linear(3, 3)),
     "DDP": lambda: plain(nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(3, 3)))),
-    "FSDP names restart mode": lambda: plain(fully_sharded(nn.Sequential(nn.Linear(3, 3)))),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_healed_is_refused_in_one_line(world, name, snapshot):
     with raises_text(UnsupportedLayout, snapshot) as raised:
-        REFUSED[name]().check(Layout())
+        REFUSED[name]().check(Layout(), Meshes(Layout(), "cpu"))
     assert "\n" not in str(raised.value)
 
 
@@ -86,15 +79,15 @@ def test_what_looks_alike_and_can_be_healed_is_not_refused():
     frozen = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval(), nn.BatchNorm1d(4, track_running_stats=False))
     frozen[0].weight.requires_grad_(False)
     with pytest.raises(UnsupportedLayout):
-        plain(frozen.train()).check(Layout())
+        plain(frozen.train()).check(Layout(), Meshes(Layout(), "cpu"))
     frozen[1].eval()
-    plain(frozen).check(Layout())
-    plain(torch.compile(nn.Linear(3, 3), backend="eager")).check(Layout())
+    plain(frozen).check(Layout(), Meshes(Layout(), "cpu"))
+    plain(torch.compile(nn.Linear(3, 3), backend="eager")).check(Layout(), Meshes(Layout(), "cpu"))
 
 
-def test_a_plain_module_is_a_whole_replica():
+def test_a_plain_module_has_no_pipeline():
     with pytest.raises(UnsupportedLayout, match=r"is for Megatron's models"):
-        plain(nn.Linear(3, 3)).check(Layout(tensor=2))
+        plain(nn.Linear(3, 3)).check(Layout(pipeline=2), Meshes(Layout(), "cpu"))
 
 
 def test_neither_a_module_nor_chunks_is_one_line(snapshot):

@@ -65,6 +65,7 @@ def gradients(model: nn.Module, forward_step=mean, lost=lambda: False, where: Wh
         sharded=False,
         healed=True,
         where=where,
+        inside=list,
         begin_sum=lambda tensor: Sum(tensor, None, lambda: None),
         pending=DeferredChanges(),
         sequence=0,

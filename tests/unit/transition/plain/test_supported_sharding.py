@@ -1,0 +1,117 @@
+"""Modules that are sharded otherwise than a session can heal: each is refused at the start, in one line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from tests.support.texts import raises_text
+from unicron_transition.generations import groups
+from unicron_transition.generations.layout import Layout
+from unicron_transition.generations.meshes import Meshes
+from unicron_transition.plain.module import Plain
+from unicron_transition.seams.table import UnsupportedLayout
+
+SHAPE = Layout(shard=2, tensor=2)
+
+
+@pytest.fixture
+def meshes(monkeypatch):
+    """Those of one rank of two replicas."""
+    monkeypatch.setenv("UNICRON_MAX_RANKS", "8")
+    groups.init_without_peers(SHAPE, 0)
+    yield Meshes(SHAPE, "cpu")
+    dist.destroy_process_group()
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def tied() -> nn.Sequential:
+    model = two_layers()
+    model[1].weight = model[0].weight
+    return model
+
+
+def blocks(model: nn.Module, mesh, **more) -> nn.Module:
+    """Each layer in a group of its own, and then the rest."""
+    for layer in model:
+        fully_shard(layer, mesh=mesh, **more)
+    return fully_shard(model, mesh=mesh, **more)
+
+
+def with_replicas() -> DeviceMesh:
+    return init_device_mesh("cpu", (4, 2), mesh_dim_names=("replicas", "shards"))
+
+
+def without_bias(mesh) -> nn.Module:
+    model = two_layers()
+    return fully_shard(model, mesh=mesh, ignored_params={model[0].bias})
+
+
+REFUSED = {
+    "FSDP1": lambda own: FullyShardedDataParallel(
+        nn.Linear(8, 8), process_group=own.mesh("shard").get_group(), device_id=torch.device("cpu")
+    ),
+    "every rank": lambda own: fully_shard(two_layers()),
+    "replicas": lambda own: fully_shard(
+        two_layers(), mesh=init_device_mesh("cpu", (4, 2), mesh_dim_names=("replicas", "shards"))
+    ),
+    "uneven": lambda own: blocks(nn.Sequential(nn.Linear(8, 3)), own.mesh("shard")),
+    "ignored": lambda own: without_bias(own.mesh("shard")),
+    "rest": lambda own: nn.Sequential(fully_shard(nn.Linear(8, 8), mesh=own.mesh("shard")), nn.Linear(8, 8)),
+    "two groups": lambda own: blocks(tied(), own.mesh("shard")),
+    "smaller world": lambda own: blocks(two_layers(), init_device_mesh("cpu", (8,)), reshard_after_forward=2),
+    "offload": lambda own: fully_shard(two_layers(), mesh=own.mesh("shard"), offload_policy=CPUOffloadPolicy(False)),
+    "tensor alone": lambda own: parallelize_module(nn.Linear(8, 8), own.mesh("tensor"), ColwiseParallel()),
+    "whole": lambda own: two_layers(),
+}
+
+
+def check(model: nn.Module, own: Meshes, layout: Layout = SHAPE, **more) -> None:
+    Plain(model, torch.optim.SGD(model.parameters(), lr=0.1), None, **more).check(layout, own)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_sharding_is_refused_in_one_line(meshes, name, snapshot):
+    with raises_text(UnsupportedLayout, snapshot) as raised:
+        check(REFUSED[name](meshes), meshes)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_scaler_with_a_sharded_module_is_refused(meshes, snapshot):
+    with raises_text(UnsupportedLayout, snapshot):
+        check(fully_shard(two_layers(), mesh=meshes.mesh("shard")), meshes, scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_what_a_session_can_heal_is_not_refused(meshes):
+    model = two_layers()
+    parallelize_module(model, meshes.mesh("tensor"), {"0": ColwiseParallel()})
+    check(fully_shard(model, mesh=meshes.mesh("shard")), meshes)
+    check(fully_shard(two_layers(), mesh=meshes.mesh("shard"), shard_placement_fn=lambda each: Shard(0)), meshes)
+    frozen = two_layers()
+    frozen[0].requires_grad_(False)
+    check(blocks(frozen, meshes.mesh("shard")), meshes)
+
+
+def test_a_mesh_comes_before_the_session_and_has_ranks(meshes):
+    with pytest.raises(ValueError, match=r"no context ranks: write unicron.Layout\(context=...\)"):
+        meshes.mesh("context")
+    late = Meshes(SHAPE, "cpu")
+    late.settle_groups()
+    with pytest.raises(RuntimeError, match=r"before unicron\.Session"):
+        late.mesh("shard")
+
+
+def test_ranks_that_are_no_whole_replicas_are_refused_in_one_line(meshes):
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(ValueError, match="1 ranks are no whole replicas of TP2 F2: start a multiple of 4 ranks"):
+        Meshes(SHAPE, "cpu").mesh("shard")
