@@ -1,17 +1,17 @@
 """A small GPT under a Session, with faults at exact points: what the rank tests run as a training script.
 
-Environment, beside that of `fault_points`: TINY_LAYOUT "TP PP VPP", by default 1 each, or "TP PP VPP EP ETP"; TINY_DISTOPT=1 for the
-distributed optimizer, TINY_GATHER=1 for its gathers overlapped; TINY_SILENT=1: collectives of a broken generation give
-garbage; TINY_BF16=1; TINY_FP16 the first loss scale; TINY_TOKENS=1 for a loss per token; TINY_EXPERTS how a mixture of
-experts is balanced, by a loss ("aux_loss", "seq_aux_loss") or "bias"; TINY_EXPERT_COUNT experts (4),
-TINY_DISPATCHER of tokens ("allgather", "alltoall"); TINY_MTP layers of multi-token prediction;
+Environment, beside that of `fault_points`: TINY_LAYOUT "TP PP VPP", by default 1 each, or "TP PP VPP EP ETP";
+TINY_DISTOPT=1 for the distributed optimizer, TINY_GATHER=1 for its gathers overlapped; TINY_SILENT=1: collectives of a
+broken generation give garbage; TINY_BF16=1; TINY_FP16 the first loss scale; TINY_TOKENS=1 for a loss per token;
+TINY_EXPERTS how a mixture of experts is balanced, by a loss ("aux_loss", "seq_aux_loss") or "bias"; TINY_EXPERT_COUNT
+experts (4), TINY_DISPATCHER of tokens ("allgather", "alltoall"); TINY_MTP layers of multi-token prediction;
 TINY_GATED=1 for SwiGLU, RMSNorm, an output layer of its own, and no biases; TINY_QUERY_NORMS=1; TINY_DROPOUT;
 TINY_LAYERS, TINY_HIDDEN; TINY_SEQUENCE tokens, TINY_SIZE sequences of a micro-batch; TINY_RATE of learning; TINY_RULE:
 this part of the tokens follows from the one before; TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SAVE
-iterations whose gradients and parameters are saved; TINY_CHECKPOINTS a folder, TINY_CHECKPOINT_EVERY so many iterations
-(2), TINY_BEGIN a checkpoint of another format to begin from. TINY_FROZEN=1: two parameters are not trained, one of them
-split by tensor parallelism, and have their values from the slot's first process alone; "built": the same two, as they
-are built.
+iterations whose gradients and parameters are saved; TINY_CHECKPOINTS a folder, TINY_CHECKPOINT_EVERY so many
+iterations (2), TINY_BEGIN a checkpoint of another format to begin from. TINY_FROZEN=1: two parameters are not trained,
+one of them split by tensor parallelism, and have their values from the slot's first process alone; "built": the same
+two, as they are built.
 
 `at` has two more places: "norm" of the gradients, in the optimizer's step, and "tokens" on their way to experts.
 """

@@ -104,8 +104,8 @@ def _make(name: str, layers: int, device: torch.device) -> None:
 def add_up(total: Any, tensor_ranks: int, lanes: int) -> None:
     """Replace the sums by those over all ranks. total(tensor): sums it over them in place.
 
-    Of `tensor_ranks` ranks each has a part of a loss that balances experts, but the whole of any other value. Megatron-LM
-    will divide by the micro-batches of each of the `lanes`.
+    Of `tensor_ranks` ranks each has a part of a loss that balances experts, but the whole of any other value.
+    Megatron-LM will divide by the micro-batches of each of the `lanes`.
     """
     found = sorted(values().items())
     if not found:

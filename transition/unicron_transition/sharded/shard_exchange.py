@@ -105,7 +105,7 @@ class Buckets:
 
 @dataclass(frozen=True)
 class LaneBuckets(Buckets):
-    """The same where replicas have lanes that share experts. All lanes are sharded together but for the experts, of
+    """Buckets of a replica whose lanes share experts. All lanes are sharded together but for the experts, of
     which each lane has others. A place has a shard for each replica; that of replica r in lane f is number r * lanes +
     f of all lanes' shards, by which the moves are named."""
 

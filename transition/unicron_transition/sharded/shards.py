@@ -58,7 +58,8 @@ class _Set:
 class Shards:
     """The sharded state of one rank's optimizer, for the training thread.
 
-    Collective methods are so over :attr:`group`, and raise RuntimeError if a peer is lost. :class:`ShardExchange` describes `lost` and `wire`.
+    Collective methods are so over :attr:`group`, and raise RuntimeError if a peer is lost. :class:`ShardExchange`
+    describes `lost` and `wire`.
     """
 
     def __init__(
