@@ -289,8 +289,18 @@ def test_a_release_that_is_not_known_is_refused(tmp_path):
 
 
 # ------------------------------------------------------------ the real one
+SHARED_EXPERTS = (
+    "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 "
+    "--moe-router-load-balancing-type aux_loss --disable-bias-linear --check-weight-hash-across-dp-replicas-interval 4"
+).split()
+
+
 @pytest.mark.megatron_lm
-@pytest.mark.parametrize(("ranks", "options"), [(4, TENSOR), (4, SHARDED)], ids=["tensor", "sharded"])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(4, TENSOR), (4, SHARDED), (4, SHARED_EXPERTS), (4, SHARED_EXPERTS + SHARDED)],
+    ids=["tensor", "sharded", "experts", "sharded-experts"],
+)
 def test_the_real_program_goes_on_as_if_nothing_had_been(tmp_path, ranks, options):
     command = megatron_lm.real(*options, "--train-iters", str(MANY), healed=True)
     found, log = healed(tmp_path, command, 1)
