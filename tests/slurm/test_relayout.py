@@ -9,10 +9,11 @@ import pytest
 
 from tests.support.arrays import ONE_NODE, all_but, submit_training
 from tests.support.controller import Controller
-from tests.support.jobs import json_lines
+from tests.support.jobs import HERE, json_lines
 from unicron_ctl.lab.cluster import LocalCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
+SHARDED = HERE / "tiny_sharded.py"
 EVERY = 10  # iterations between two checkpoints
 LOSSES = 1e-5  # relative, in fp32
 
@@ -56,6 +57,38 @@ def test_what_is_left_of_a_replica_goes_on_in_another_layout(
     assert job()["ledger_violations"] == 0
     said = controller.ask("explain", job=job()["job"])["decisions"]
     assert any("goes from TP2 to TP1" in decision["reason"] for decision in said)
+
+
+def test_shard_groups_are_resized_to_what_is_left(
+    cluster: LocalCluster, controller: Controller, tmp_path: Path
+) -> None:
+    """A group of four nodes loses one of them: two of the others go on as a group of two, from blocks of the whole."""
+    options = (*ONE_NODE, "--array=0-3", *all_but(cluster, 4))
+    saves = {"TINY_CHECKPOINTS": tmp_path / "out/saves", "TINY_CHECKPOINT_EVERY": EVERY}
+    submit_training(cluster, controller, tmp_path, *options, program=SHARDED, UNICRON_LAYOUTS="F4, F2", **saves)
+
+    def job() -> dict[str, Any]:
+        return controller.job()
+
+    def steps() -> list[dict[str, Any]]:
+        return json_lines(tmp_path / "out" / "losses.0")
+
+    controller.wait(lambda: job().get("state") == "running" and job()["members"] == [0, 1, 2, 3], "one group trains")
+    assert (job()["layout"], job()["replica"], job()["layouts"]) == ("F4", 4, ["F4", "F2"])
+    controller.wait(lambda: len(steps()) > EVERY and len(steps()) % EVERY in (4, 5, 6), "some iterations after a save")
+    (node,) = [element["node"] for element in job()["elements"] if element["element"] == 3]
+    cluster.power_off(node)
+    controller.wait(lambda: job()["layout"] == "F2" and job()["members"] == [0, 1], "the plan has it go on as F2")
+    controller.wait(lambda: [step["world_size"] for step in steps()[-EVERY:]] == [2] * EVERY, "it gets on")
+
+    four = [step for step in steps() if step["world_size"] == 4]
+    two = [step for step in steps() if step["world_size"] == 2]
+    last = four[-1]["iteration"]
+    assert two[0]["iteration"] == (last + 1) // EVERY * EVERY > 0, "from the newest checkpoint"
+    again = {step["iteration"]: step["loss"] for step in two if step["iteration"] <= last}
+    before = {step["iteration"]: step["loss"] for step in four if step["iteration"] in again}
+    assert len(again) >= 3 and again == pytest.approx(before, rel=LOSSES)
+    assert job()["ledger_violations"] == 0
 
 
 def test_a_better_layout_is_begun_from_what_the_ranks_save(

@@ -20,7 +20,13 @@ def slurm(cluster: LocalCluster, *words: object) -> str:
 
 
 def submit_training(
-    cluster: LocalCluster, controller: Controller, folder: Path, *options: str, launch: str = "", **variables: object
+    cluster: LocalCluster,
+    controller: Controller,
+    folder: Path,
+    *options: str,
+    launch: str = "",
+    program: Path = TINY,
+    **variables: object,
 ) -> str:
     """Submit a training without end, and return the number of its job.
 
@@ -33,7 +39,7 @@ def submit_training(
     given |= {"TINY_OUT": out, "TINY_SAVE": 0, "TINY_ITERATIONS": FOREVER, "TINY_SLOW": 0.1} | variables
     exports = "".join(f"export {name}='{value}'\n" for name, value in given.items())
     script = folder / "job.sh"
-    script.write_text(f"#!/bin/bash\n{exports}exec {launch} {' '.join(AGENT)} run -- {AGENT[0]} {TINY}\n")
+    script.write_text(f"#!/bin/bash\n{exports}exec {launch} {' '.join(AGENT)} run -- {AGENT[0]} {program}\n")
     usual = ("--parsable", "--requeue", "--open-mode=append", "-o", folder / "%a.out")
     return slurm(cluster, "sbatch", *usual, *options, script)
 

@@ -305,7 +305,9 @@ class Ranks:
             joiners=found.joiners,
             source=found.source,
             iteration=found.iteration,
-            assignment=survivors_plan.deal(range(total), layout.heads(found.members, self.replica)),
+            assignment=survivors_plan.deal(
+                range(total), layout.heads(found.members, self.replica), reports[found.members[0]].lanes
+            ),
             state=found.state,
             reason=found.why,
         )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,10 +94,16 @@ def without_peers(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def training(model: Model, optimizer: Any = None, seed: int = 1) -> TrainingState:
-    """A training of it."""
+def optimizer_of(model: Model) -> torch.optim.Optimizer:
+    """One with two groups of parameters, as most scripts have."""
     trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = optimizer or torch.optim.AdamW(trained, lr=0.01)
+    matrices, vectors = ([each for each in trained if (each.dim() > 1) is many] for many in (True, False))
+    return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=0.01)
+
+
+def training(model: Model, seed: int = 1) -> TrainingState:
+    """A training of it."""
+    optimizer = optimizer_of(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
     state = TrainingState([SimpleNamespace(module=model)], optimizer, scheduler, seed=seed)
     state.loss = 1.0

@@ -37,8 +37,12 @@ from tests.support.fault_points import (
     save,
     train,
 )
+from unicron_transition.generations.layout import parse_layout
 
 SHARD, TENSOR = int(os.environ.get("TINY_SHARD", "2")), int(os.environ.get("TINY_TENSOR", "1"))
+if "UNICRON_LAYOUT" in os.environ:  # the job has stated several
+    TOLD = parse_layout(os.environ["UNICRON_LAYOUT"]).layout
+    SHARD, TENSOR = TOLD.shard, TOLD.tensor
 CONTEXT = int(os.environ.get("TINY_CONTEXT", "1"))
 TOKENS = os.environ.get("TINY_TOKENS") == "1"
 DROPOUT = float(os.environ.get("TINY_DROPOUT", "0"))

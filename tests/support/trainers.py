@@ -38,7 +38,7 @@ class Body:
     seen_lost: frozenset[int] = frozenset()
     shards: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
     sent: bool = False
-    begun: int = 0  # micro-batches of the schedule at hand, whose gradients cannot be taken apart
+    begun: int = 0  # rounds of the schedule at hand, whose gradients cannot be taken apart
 
 
 class Trainer(FakeAgent):
@@ -48,7 +48,8 @@ class Trainer(FakeAgent):
         self.job_of = job
         self.inbox: list[wire.Message] = []
         node = node or f"n{element + 1}"
-        super().__init__(job.world, "1", element, node, job.per_node, job.nodes, replica=job.size)
+        replica = {"replica": job.size, "lanes": job.lanes}
+        super().__init__(job.world, "1", element, node, job.per_node, job.nodes, **replica)
         self.bodies = {slot: Body(0) for slot in self.slots}
 
     def set(self, slot: int, **changes: Any) -> None:
@@ -183,7 +184,7 @@ class Trainer(FakeAgent):
             mine = body.version, plan.generation, len(heads)
             body.shards.setdefault(mine, set()).add(heads.index(head))
             body.sent = False
-        wanted = plan.assignment if not plan.boundary else deal(range(MICRO_BATCHES), heads)
+        wanted = plan.assignment if not plan.boundary else deal(range(MICRO_BATCHES), heads, job.lanes)
         body.assigned = list(wanted[head])
         assert plan.iteration is None or plan.iteration == body.version, (slot, plan, body)
         self.rested.pop(slot, None)
@@ -267,7 +268,8 @@ class Trainer(FakeAgent):
                 self._leave(slot, agreed)
             return True
         heads = layout.heads(plan.members, plan.replica)
-        body.assigned = deal(range(MICRO_BATCHES), heads)[layout.heads_of(plan.members, plan.replica)[slot]]
+        dealt = deal(range(MICRO_BATCHES), heads, job.lanes)
+        body.assigned = dealt[layout.heads_of(plan.members, plan.replica)[slot]]
         self.set(slot, phase="computing", iteration=rank.iteration + 1, done=[])
         return True
 
@@ -322,11 +324,13 @@ class Trainer(FakeAgent):
             return True
         if any(not job.passes(mate, slot) for mate in mates):
             return False
-        if job.size == 1:
-            body.gradient.append(next(index for index in body.assigned if index not in body.gradient))
+        if job.size == job.lanes:
+            if any(len(job.body(mate).gradient) < len(body.gradient) for mate in mates):
+                return False  # a round ends when all have computed it
+            body.gradient += [index for index in body.assigned if index not in body.gradient][: job.lanes]
         else:
             body.begun += 1
-            if body.begun < len(set(body.assigned) - set(body.gradient)):
+            if body.begun * job.lanes < len(set(body.assigned) - set(body.gradient)):
                 return True
             body.gradient, body.begun = list(body.assigned), 0
         self.set(slot, done=list(body.gradient))
@@ -335,12 +339,15 @@ class Trainer(FakeAgent):
 
 
 class TrainingJob:
-    """A job of `nodes` elements with `per_node` ranks, `size` ranks a replica. remembers: shards outlive ranks."""
+    """A job of `nodes` elements with `per_node` ranks, `size` ranks a replica. remembers: shards outlive ranks. lanes:
+    micro-batches that a replica computes at the same time."""
 
-    def __init__(self, size: int, per_node: int, nodes: int, started: int, sharded: bool, remembers: bool) -> None:
+    def __init__(
+        self, size: int, per_node: int, nodes: int, started: int, sharded: bool, remembers: bool, lanes: int = 1
+    ) -> None:
         self.sharded, self.remembers = sharded, remembers
         self.acknowledged: set[tuple[int, int]] = set()  # (generation, iteration) whose state has copies
-        self.size, self.per_node, self.nodes, self.checkpoint = size, per_node, nodes, 0
+        self.size, self.per_node, self.nodes, self.checkpoint, self.lanes = size, per_node, nodes, 0, lanes
         self.world = World(forming_settle_seconds=0.5, offer_delay=0.1, repeat_seconds=0.2, fault_grace=0.2)
         self.trainers: dict[int, Trainer] = {}
         self.killed: set[int] = set()

@@ -42,7 +42,8 @@ class FakeAgent:
 
     layouts: those that the job states; saved: what its ranks say of checkpoints. replica: ranks of a replica. Where
     that is more than one, a rank whose replica a Break does not hit finishes what it
-    has begun first, at once while it is `prompt`, else when :meth:`finish` says so.
+    has begun first, at once while it is `prompt`, else when :meth:`finish` says so. lanes: micro-batches that a replica
+    computes at the same time, because its parameters are sharded.
     """
 
     restarts = False  # its ranks are plain programs
@@ -64,6 +65,7 @@ class FakeAgent:
         layouts: tuple[str, ...] = (),
         saved: int = -1,
         spares: int = 0,
+        lanes: int = 1,
     ):
         self.world, self.job, self.element, self.node = world, job, element, node
         self.agent = name or f"{job}-{element}-{node}-{len(world.agents)}"
@@ -79,6 +81,7 @@ class FakeAgent:
         )
         self.slots = [element * ranks + local for local in range(ranks)]
         self.replica = replica
+        self.shape = layout.Layout(tensor=replica // lanes, shard=lanes)  # unless it is told another
         self.layout = ""  # as it was told
         self.saved, self.can_save = saved, True
         self.ranks = {slot: self.new_rank() for slot in self.slots}
@@ -125,16 +128,15 @@ class FakeAgent:
             iteration_seconds=0.5,
             changed=self.world.now + 1e-9 * next(CHANGES) if incarnation else 0.0,
             replica=self.replica,
-            layout=layout.parse_layout(self.layout).layout.text
-            if self.layout
-            else f"TP{self.replica}" * (self.replica > 1),
+            layout=self.shape.text,
             saved=self.saved,
         )
 
     def _relay(self, told: str) -> None:
         """The ranks that are started from now on have this layout."""
         if told:
-            self.layout, self.replica = told, layout.parse_layout(told).layout.size
+            self.layout, self.shape = told, layout.parse_layout(told).layout
+            self.replica = self.shape.size
 
     @property
     def route(self) -> tuple[bytes, ...]:
@@ -724,8 +726,9 @@ class World:
     def iterate(self, job: str, iteration: int) -> None:
         """All members train one iteration, report it and begin the next."""
         members = self.job(job).order
-        shares = deal(range(MICRO_BATCHES), layout.heads(members, self.job(job).replica))
         agents = {slot: a for a in self.agents if a.job == job and not a.silent for slot in a.slots}
+        lanes = agents[members[0]].shape.lanes
+        shares = deal(range(MICRO_BATCHES), layout.heads(members, self.job(job).replica), lanes)
         for slot in members:
             agents[slot].step(slot, iteration, shares.get(slot, []))
             agents[slot].set(slot, iteration=iteration + 1, done=[])

@@ -29,11 +29,13 @@ class Split:
     pp: int = 1
     virtual: int = 1
     """Pipeline stages of a rank."""
+    shard: int = 1
+    """Ranks over which a replica's parameters are sharded."""
 
     @property
     def gpus(self) -> int:
         """GPUs of a replica."""
-        return self.tp * self.pp
+        return self.tp * self.pp * self.shard
 
 
 def smallest(split: Split, gpus: int) -> int:
@@ -45,10 +47,10 @@ def parallel(
     split: Split, nodes: int, model: Gpt, hardware: Hardware, micro_batch: int = 1, recompute: bool = False
 ) -> Parallel | None:
     """The model's form on `nodes` nodes; None if no replica fits, into the GPUs or their memory."""
-    dp = min(nodes * hardware.gpus // split.gpus, -(-model.global_batch // micro_batch))
-    if dp < 1 or model.heads % split.tp or model.layers % (split.pp * split.virtual):
+    dp = min(nodes * hardware.gpus // split.gpus, -(-model.global_batch // (micro_batch * split.shard)))
+    if dp < 1 or model.heads % split.tp or model.layers % (split.pp * split.virtual) or model.hidden % split.shard:
         return None
-    how = Parallel(split.tp, split.pp, dp, micro_batch, recompute, split.virtual)
+    how = Parallel(split.tp, split.pp, dp, micro_batch, recompute, split.virtual, split.shard)
     return how if megatron_costs.memory(model, how) <= hardware.memory else None
 
 

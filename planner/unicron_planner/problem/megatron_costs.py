@@ -5,7 +5,9 @@ FLOP formula: Narayanan et al. 2021, "Efficient Large-Scale Language Model Train
 Parameters: the same paper, eq. 2. Pipeline bubble: (p - 1) / m, section 2.2.1, and (p - 1) / (v m) where each rank has
 v virtual stages, section 2.2.2, which sends v times as much and holds (1 + (p - 1) / (p v)) times the activations
 (arXiv 2205.05198, section 4.2.3). Activation memory: Korthikanti et al. 2022
-(arXiv 2205.05198), eq. 2 with tensor and sequence parallelism, and 2 s b h per layer with full recomputation.
+(arXiv 2205.05198), eq. 2 with tensor and sequence parallelism, and 2 s b h per layer with full recomputation. Sharded
+parameters: Rajbhandari et al. 2019 (arXiv 1910.02054), section 7.2.2: each micro-batch gathers them twice and scatters
+the gradients once.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ A800 = A100
 
 @dataclass(frozen=True)
 class Parallel:
-    """One way to split a model. Replicas may span nodes; GPUs beyond tp x pp x dp idle; micro-batches may split
+    """One way to split a model. Replicas may span nodes; GPUs beyond tp x pp x shard x dp idle; micro-batches may split
     unevenly."""
 
     tp: int
@@ -86,11 +88,18 @@ class Parallel:
     """Full activation recomputation."""
     virtual: int = 1
     """Virtual pipeline stages of a rank."""
+    shard: int = 1
+    """Ranks of a replica over which the parameters are sharded, each with micro-batches of its own."""
+
+    @property
+    def lanes(self) -> int:
+        """Micro-batches that are computed at the same time."""
+        return self.dp * self.shard
 
 
 def parts(model: Gpt, hardware: Hardware, how: Parallel) -> tuple[float, float, float]:
-    """Seconds of one iteration spent in (compute, tensor-parallel traffic, network traffic), bubbles included."""
-    per_replica = math.ceil(model.global_batch / how.micro_batch / how.dp)
+    """Seconds of one iteration spent in (compute, traffic of tensors and shards, network traffic), bubbles included."""
+    per_replica = math.ceil(model.global_batch / how.micro_batch / how.lanes)
     slots = per_replica + (how.pp - 1) / how.virtual
     tokens = how.micro_batch * model.seq_length
     work = model.flops_per_token * tokens * (4 / 3 if how.recompute else 1.0)
@@ -101,19 +110,22 @@ def parts(model: Gpt, hardware: Hardware, how: Parallel) -> tuple[float, float, 
     link = hardware.nvlink if how.tp <= hardware.gpus else hardware.network
     tensor = slots * per_slot * 2 * (how.tp - 1) / how.tp / link
     send = 0.0 if how.pp == 1 else slots * how.virtual * 2 * activation / how.tp / hardware.network
-    gradients = 4.0 * model.parameters / (how.tp * how.pp)
-    reduce = gradients * 2 * (how.dp - 1) / how.dp / hardware.network
-    return compute, tensor, send + reduce
+    weights = model.parameters / (how.tp * how.pp)
+    link = hardware.nvlink if how.tp * how.shard <= hardware.gpus else hardware.network
+    gather = per_replica * (2 * 2.0 + 4.0) * weights * (how.shard - 1) / how.shard / link  # weights in 16 bits
+    reduce = 4.0 * weights / how.shard * 2 * (how.dp - 1) / how.dp / hardware.network
+    return compute, tensor + gather, send + reduce
 
 
 def memory(model: Gpt, how: Parallel) -> float:
     """Bytes per GPU: weights and gradients (6 B a parameter) whole, optimizer state (12 B) spread over the data
-    parallel ranks (distributed optimizer), and the activations of as many micro-batches as the first stage holds."""
+    parallel ranks (distributed optimizer), and the activations of as many micro-batches as the first stage holds. With
+    sharded parameters all of the state is spread over the shards, and one layer is whole while it is computed."""
     weights = model.parameters / (how.tp * how.pp)
-    state = weights * (6 + 12 / how.dp)
     s, b, h = model.seq_length, how.micro_batch, model.hidden
     layers = math.ceil(model.layers / how.pp)
-    held = min(how.pp, math.ceil(model.global_batch / how.micro_batch / how.dp))
+    state = weights * (6 + 12 / how.dp) if how.shard == 1 else weights * (18 / how.shard + 6 / layers)
+    held = min(how.pp, math.ceil(model.global_batch / how.micro_batch / how.lanes))
     layer = s * b * h * (34 + 5 * model.heads * s / h) / how.tp
     activations = (held * layers * 2 * s * b * h / how.tp + layer) if how.recompute else held * layers * layer
     if how.virtual > 1:

@@ -10,9 +10,11 @@ composed of slots from different homes. Members of a generation are listed repli
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -130,14 +132,21 @@ def parse_layout(text: str) -> StatedLayout:
         match = re.fullmatch(r"(TP|PP|VPP|F)([1-9]\d{0,4})", word)
         if match is None or match[1] in sizes:
             problem = "is no part of a layout" if match is None else "is one too many"
-            raise ValueError(f'{word} {problem}: write it like "TP2 PP2 VPP2"')
+            raise ValueError(f'{word} {problem}: write it like "TP2 PP2 VPP2" or "TP2 F4"')
         sizes[match[1]] = int(match[2])
     if not sizes:
-        raise ValueError('a layout is missing: write it like "TP2 PP2"')
+        raise ValueError('a layout is missing: write it like "TP2 PP2" or "F4"')
     stated = StatedLayout(Layout(sizes.get("TP", 1), 1, sizes.get("PP", 1), sizes.get("F", 1)), sizes.get("VPP", 1))
     if stated.virtual > 1 and stated.layout.pipeline == 1:
         raise ValueError(f"{text}: VPP needs PP2 or more")
     return stated
+
+
+@lru_cache(maxsize=64)
+def lanes_of(text: str) -> int:
+    """Return the lanes of a layout that :attr:`Layout.text` has written. 1 for any other text."""
+    words = (re.fullmatch(r"(F|EP)([1-9]\d{0,4})", word) for word in text.split())
+    return math.prod(int(word[2]) for word in words if word is not None)
 
 
 def replicas(members: Sequence[int], size: int) -> list[list[int]]:
@@ -187,4 +196,5 @@ def arrange(complete: Iterable[list[int]]) -> list[int]:
 
 def deal(total: int, replicas: int, replica: int, lanes: int = 1) -> list[int]:
     """Return the undisturbed assignment, which needs no message: replicas take turns, `lanes` micro-batches each."""
-    return [index for index in range(total) if index // lanes % replicas == replica]
+    rounds = range(replica * lanes, total, replicas * lanes)
+    return [index for first in rounds for index in range(first, min(first + lanes, total))]

@@ -38,7 +38,7 @@ def local(tensor: Any) -> torch.Tensor:
     return cast(torch.Tensor, tensor._local_tensor)
 
 
-def distributed(part: torch.Tensor, like: Any) -> torch.Tensor:
+def wrap(part: torch.Tensor, like: Any) -> torch.Tensor:
     """Return a distributed tensor that is cut as `like`, of which this rank holds `part`; `part` itself if `like` is an
     ordinary tensor."""
     if not is_distributed(like):
@@ -76,7 +76,8 @@ def blocks(tensor: Any) -> list[Block]:
 def blocks_at(
     shape: tuple[int, ...], size: Sequence[int], place: Sequence[int], placements: Iterable[Any]
 ) -> list[Block]:
-    """The same for a tensor of this shape and the rank at `place` of a mesh of this size."""
+    """Return such blocks of a tensor of this shape for the rank at `place` of a mesh of this size. Raises
+    :class:`Uneven`."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -85,7 +86,7 @@ def blocks_at(
         if isinstance(placement, _StridedShard):  # every count-th of smaller chunks
             factor = int(placement.split_factor)
             chunks = _chunks(kept[placement.dim], factor * count, placement)
-            kept[placement.dim] = _joined(chunks[number::count])
+            kept[placement.dim] = _merge(chunks[number::count])
         elif isinstance(placement, Shard):
             kept[placement.dim] = _chunks(kept[placement.dim], count, placement)[number]
         elif not isinstance(placement, Replicate):
@@ -131,7 +132,7 @@ def _part(ranges: Sequence[Range], begin: int, end: int) -> list[Range]:
     return found or [(0, 0)]
 
 
-def _joined(chunks: Iterable[Iterable[Range]]) -> list[Range]:
+def _merge(chunks: Iterable[Iterable[Range]]) -> list[Range]:
     """Join neighbours."""
     found: list[Range] = []
     for begin, end in chain.from_iterable(chunks):

@@ -31,6 +31,7 @@ from unicron_transition.snapshot.checkpoint_file import DAMAGE_SUFFIX, folder_na
 from unicron_transition.snapshot.folders import WholeCheckpoint
 from unicron_transition.snapshot.formats import exports, names, opening
 from unicron_transition.snapshot.formats.index import BadCheckpoint
+from unicron_transition.snapshot.formats.written import pieces_of
 from unicron_transition.snapshot.image_format import SUFFIX, BadImage, Key, read_page
 from unicron_transition.snapshot.migrate import TrainingState
 from unicron_transition.snapshot.model_facts import other_arithmetic, other_heads
@@ -436,8 +437,16 @@ def _name_as_here(
         return
 
     def is_same(one: str, other: str) -> bool:
-        values = [parts.assemble(sources[name][0].box, parts.PARAMETER, sources[name]) for name in (one, other)]
-        return torch.equal(*values)
+        whole = sources[one][0].box.whole
+        if sources[other][0].box.whole != whole:
+            return False
+
+        def values(name: str, part: tuple[tuple[int, ...], tuple[int, ...]]) -> torch.Tensor:
+            return parts.assemble(parts.Box(name, whole, *part), parts.PARAMETER, sources[name])
+
+        return all(
+            torch.equal(values(one, part), values(other, part)) for part in pieces_of(((0,) * len(whole), whole))
+        )
 
     foreign.check_match(found, is_same)
     for fresh, old in found.chosen.items():

@@ -504,7 +504,7 @@ def cut_out(about: bytes, size: int, cut: Slice) -> tuple[bytes, int, int]:
     first, last = edge(cut.number), edge(cut.number + 1)
     (begin, before), (end, behind) = edges[first], edges[last]
     index = [_renumber_entry(entry, before) for entry in found["index"][first:last]]
-    return msgpack.packb({"index": index, "tensors": found["tensors"][before:behind]}), begin, end
+    return msgpack.packb(found | {"index": index, "tensors": found["tensors"][before:behind]}), begin, end
 
 
 def _numbers(entry: Any) -> list[int]:

@@ -117,7 +117,12 @@ def gather(state: TrainingState, alone: bool = False) -> tuple[Contents, bool]:
                 others[key], lasting = as_plain(value), False
         index.append((*part.box, part.begin, part.end, keys, others, values))
     kinds = [(str(tensor.dtype).removeprefix("torch."), tensor.numel()) for tensor in tensors]
-    return Contents(tensors, moving, msgpack.packb({"index": index, "tensors": kinds})), lasting
+    about: dict[str, Any] = {"index": index, "tensors": kinds}
+    if ties := {name: first for name, first in parts.plain_names(state.model).items() if name != first}:
+        about["ties"] = ties
+    if groups := parts.plain_groups(state.model, state.optimizer):
+        about["groups"] = groups
+    return Contents(tensors, moving, msgpack.packb(about)), lasting
 
 
 # ------------------------------------------------------------ copying
@@ -228,8 +233,8 @@ class ImageContent:
     """Memory for tensors, by number, until :meth:`fill`."""
 
     def tensor(self, number: int, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Read elements [first, last) of a tensor, by default all, after a check of all data the first time. Raises BadImage if they
-        are damaged, OSError."""
+        """Read elements [first, last) of a tensor, by default all, after a check of all data the first time. Raises
+        BadImage if they are damaged, OSError."""
         if not self._checked:
             self.found.check_file(reading_threads())
             self._checked = True

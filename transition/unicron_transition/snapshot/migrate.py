@@ -77,7 +77,8 @@ class TrainingState:
 
     @functools.cached_property
     def _sharding(self) -> list[Any]:
-        return [each for chunk in self.model for each in dtensors.sharding_modules(chunk.module)]
+        modules = (getattr(chunk, "module", chunk) for chunk in self.model)
+        return [each for module in modules for each in dtensors.sharding_modules(module)]
 
     def _reshard(self) -> None:
         """Have the model's sharded parameters in their places, also after an evaluation."""
@@ -288,7 +289,7 @@ def _room(value: Any, parameter: torch.Tensor) -> Any:
     room = torch.empty(
         shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=parameter.device if device != "cpu" else "cpu"
     )
-    return dtensors.distributed(room, parameter) if cut else room
+    return dtensors.wrap(room, parameter) if cut else room
 
 
 def transfer(

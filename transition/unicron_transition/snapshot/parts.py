@@ -22,6 +22,7 @@ import torch
 
 from unicron_transition.seams import dtensors, elastic_buckets
 from unicron_transition.seams.dtensors import local
+from unicron_transition.snapshot.formats import names
 from unicron_transition.snapshot.formats.index import box_of, overlap, tiles
 from unicron_transition.snapshot.image_format import ALIGN
 
@@ -181,7 +182,7 @@ def places(model: Sequence[Any]) -> Iterator[tuple[torch.Tensor, list[Box], bool
             for name, tensor in module.state_dict(keep_vars=True).items():
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
-                    yield tensor, _boxes(f"{number}.{name}", tensor), dtensors.is_copy(tensor)
+                    yield tensor, _boxes(f"{number}.{names.without_wrappers(name)}", tensor), dtensors.is_copy(tensor)
 
 
 def _boxes(name: str, tensor: torch.Tensor) -> list[Box]:
@@ -200,9 +201,18 @@ def plain_names(model: Sequence[Any]) -> dict[str, str]:
             return {}
         first: dict[int, str] = {}
         for name, tensor in module.state_dict(keep_vars=True).items():
-            full = f"{number}.{name}"
+            full = f"{number}.{names.without_wrappers(name)}"
             found[full] = first.setdefault(id(tensor), full)
     return found
+
+
+def plain_groups(model: Sequence[Any], optimizer: Any) -> list[list[str]]:
+    """List the names of the boxes of each of the optimizer's groups; empty for a Megatron module."""
+    if not plain_names(model):
+        return []
+    known = {id(parameter): boxes[0].name for parameter, boxes, _ in places(model)}
+    groups = [[known.get(id(each)) for each in group["params"]] for group in optimizer.param_groups]
+    return [[name for name in group if name is not None] for group in groups]
 
 
 def _megatron_places(module: Any) -> Iterator[tuple[torch.Tensor, list[Box], bool]]:
@@ -441,7 +451,7 @@ def restore(model: Sequence[Any], optimizer: Any, blocks: Blocks) -> None:
     restoring.finish()
     for own, state in states:
         if state.tensors or state.others:
-            values = {key: dtensors.distributed(value, own.main) for key, value in state.tensors.items()}
+            values = {key: dtensors.wrap(value, own.main) for key, value in state.tensors.items()}
             own.owner.state[own.main] = values | state.others
 
 

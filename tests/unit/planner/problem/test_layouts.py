@@ -101,6 +101,61 @@ def test_a_layout_that_no_size_can_run_is_not_there():
     assert list(layouts.rates([Split("PP4", 1, 4), ONE], facts(gpus=1), {}, range(1, 4))) == ["TP1"]
 
 
+# ------------------------------------------------------------ sharded parameters
+def test_shards_compute_micro_batches_of_their_own():
+    """Four ranks compute as long as four replicas of one."""
+    sharded, apart = Parallel(1, 1, 1, shard=4), Parallel(1, 1, 4)
+    assert megatron_costs.parts(SMALL, Hardware(), sharded)[0] == megatron_costs.parts(SMALL, Hardware(), apart)[0]
+    assert Split("TP2 F4", 2, shard=4).gpus == 8
+
+
+def test_each_round_gathers_the_parameters_twice_and_scatters_the_gradients():
+    """Within a node that is quicker; between replicas each rank reduces its shard alone."""
+    one = Parallel(1, 1, 2, shard=4)
+    _, within, between = megatron_costs.parts(SMALL, Hardware(gpus=4), one)
+    _, across, _ = megatron_costs.parts(SMALL, Hardware(gpus=2), one)
+    assert within == pytest.approx(SMALL.global_batch / 8 * 8 * SMALL.parameters * 3 / 4 / Hardware().nvlink)
+    assert across == pytest.approx(within * Hardware().nvlink / Hardware().network)
+    assert between == pytest.approx(megatron_costs.parts(SMALL, Hardware(), Parallel(1, 1, 2))[2] / 4)
+
+
+def test_more_shards_make_room_for_a_model():
+    """Of 39 billion parameters, at 18 bytes each, a GPU holds a sixteenth and no eighth. More replicas make no room."""
+    splits = [Split(f"F{shard}", shard=shard) for shard in (2, 8, 16, 32)]
+    found = layouts.rates(splits, facts(LARGE, recompute=True), {}, range(1, 9))
+    assert list(found) == ["F16", "F32"]
+    assert [nodes for nodes, rate in found["F16"].items() if rate] == [2, 3, 4, 5, 6, 7, 8]
+    assert found["F16"][2] == found["F16"][3], "a replica is two nodes"
+    assert [nodes for nodes, rate in found["F32"].items() if rate] == [4, 5, 6, 7, 8]
+
+
+def test_without_need_nobody_shards_further():
+    """Every rank computes as much, and has less to gather."""
+    splits = [Split(f"F{shard}", shard=shard) for shard in (2, 4)]
+    found = layouts.rates(splits, facts(SMALL, gpus=1), {}, range(1, 9))
+    assert all(found["F2"][nodes] > found["F4"][nodes] for nodes in range(2, 9))
+
+
+def test_a_hidden_size_that_the_shards_do_not_divide_rules_them_out():
+    odd = replace(SMALL, hidden=2046, heads=1)
+    found = layouts.rates([Split("F2", shard=2), Split("F4", shard=4)], facts(odd, gpus=1), {}, range(1, 5))
+    assert list(found) == ["F2"]
+
+
+def test_no_replica_is_without_a_micro_batch():
+    few = replace(SMALL, global_batch=6)
+    assert facts(few, gpus=1).parallel(Split("F4", shard=4), 16).dp == 2
+
+
+def test_the_plan_changes_the_shards_with_the_nodes():
+    """F4 is the quicker one, and four ranks are a replica: three nodes of two ranks hold one, or three of F2."""
+    tables = {"F4": {2: 1.1e15, 3: 1.1e15, 4: 2.2e15}, "F2": {1: 0.5e15, 2: 1e15, 3: 1.5e15, 4: 2e15}}
+    plan = solve(scenario(job(tables, "F4", 4, lost_worker=True), nodes=3))
+    assert (plan.assignment, plan.layouts) == ({"a": 3}, {"a": "F2"})
+    back = solve(scenario(job(tables, "F2", 3), nodes=4))
+    assert (back.assignment, back.layouts) == ({"a": 4}, {"a": "F4"})
+
+
 # ------------------------------------------------------------ what the plan makes of it
 TABLES = {"TP2": {1: 0.0, 2: 2e15, 3: 2e15}, "TP1": {1: 0.9e15, 2: 1.8e15, 3: 2.7e15}}
 
@@ -202,14 +257,19 @@ def test_the_best_of_all_and_never_worse_than_to_stay(one, other, nodes, hours):
 
 @settings(max_examples=cases(100), deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 4])), min_size=1, max_size=4, unique=True),
+    st.lists(
+        st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 1, 2, 4])),
+        min_size=1,
+        max_size=4,
+        unique=True,
+    ),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([None, SMALL, LARGE]),
     st.integers(1, 8),
     st.floats(0.1, 10.0),
 )
 def test_never_a_layout_that_does_not_fit(shapes, gpus, model, nodes, scale):
-    splits = [Split(f"TP{tp} PP{pp}", tp, pp) for tp, pp in shapes]
+    splits = [Split(f"TP{tp} PP{pp} F{shard}", tp, pp, 1, shard) for tp, pp, shard in shapes]
     at = facts(model, gpus)
     first = splits[0]
     least = layouts.smallest(first, gpus)

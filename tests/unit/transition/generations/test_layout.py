@@ -106,7 +106,18 @@ def test_nothing_is_lost_and_as_many_as_can_be_are_complete(slots, size):
     assert layout.heads(members, size) == sorted(layout.heads(members, size))
 
 
-@given(SIZES, SIZES, SIZES)
-def test_a_stated_layout_is_read_as_it_is_written(tensor, pipeline, virtual):
-    one = layout.StatedLayout(Layout(tensor=tensor, pipeline=pipeline), virtual if pipeline > 1 else 1)
+@given(SIZES, SIZES, SIZES, SIZES)
+def test_a_stated_layout_is_read_as_it_is_written(tensor, pipeline, shard, virtual):
+    one = layout.StatedLayout(Layout(tensor, 1, pipeline, shard), virtual if pipeline > 1 else 1)
     assert layout.parse_layout(one.text) == one
+
+
+@given(SIZES, SIZES, SIZES, SIZES)
+def test_the_lanes_of_a_layout_are_known_by_its_text(tensor, pipeline, shard, expert):
+    shape = Layout(tensor, 1, pipeline, shard, expert)
+    assert layout.lanes_of(shape.text) == shape.lanes
+
+
+@pytest.mark.parametrize("text", ["", "F", "F0", "FF2", "F2x", "VPP2", "F123456", "words of an older release"])
+def test_a_text_that_is_no_layout_has_one_lane(text):
+    assert layout.lanes_of(text) == 1

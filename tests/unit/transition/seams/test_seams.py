@@ -19,6 +19,7 @@ from unicron_transition.seams.table import (
     MEGATRON_LM,
     TORCH,
     TORCH_CHECKPOINTS,
+    TORCH_DTENSORS,
     TORCH_MODELS,
     Seam,
     UnsupportedLayout,
@@ -72,7 +73,7 @@ def test_a_row_has_a_column_for_each_release(release, parameters):
 
 
 def test_columns_come_in_their_order():
-    for row in (*TORCH, *TORCH_MODELS, *TORCH_CHECKPOINTS, *MEGATRON_CORE, *MEGATRON_LM):
+    for row in (*TORCH, *TORCH_MODELS, *TORCH_DTENSORS, *TORCH_CHECKPOINTS, *MEGATRON_CORE, *MEGATRON_LM):
         assert [*row.since] == sorted(row.since, key=table.numbers)
 
 
@@ -184,7 +185,7 @@ def private_words(path: Path) -> set[str]:
 
 
 def test_every_private_name_in_the_seams_has_a_row():
-    rows = (*TORCH, *TORCH_MODELS, *TORCH_CHECKPOINTS, *MEGATRON_CORE, *MEGATRON_LM)
+    rows = (*TORCH, *TORCH_MODELS, *TORCH_DTENSORS, *TORCH_CHECKPOINTS, *MEGATRON_CORE, *MEGATRON_LM)
     known = {part.strip("?()~") for row in rows for part in (*row.name.split("."), *row.module.split("."))}
     folder = ROOT / "transition/unicron_transition/seams"
     texts = {path: path.read_text() for path in sorted(folder.glob("*.py"))}

@@ -4,8 +4,6 @@ theirs in what these save. The ranks are one after the other in a world without 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,58 +13,18 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 from tests.support import kept, sharded_module
-from tests.support.sharded_module import Model, shard, step_alone, training, without_peers
+from tests.support.sharded_cells import ITERATION, check_part, each_rank, made, save, whole
+from tests.support.sharded_module import Model, step_alone, without_peers
 from tests.support.texts import raises_text
-from unicron_transition.generations.layout import Layout
 from unicron_transition.seams import dtensors
 from unicron_transition.seams.dtensors import blocks_at
 from unicron_transition.snapshot import contents, parts
-from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
+from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
 from unicron_transition.snapshot.contents import Gatherer
 from unicron_transition.snapshot.frozen import UntrainedTensors
 from unicron_transition.snapshot.keeper import Keeper
 from unicron_transition.snapshot.migrate import StateMismatch, TrainingState
 from unicron_transition.snapshot.whole_state import Beginnings
-
-Cell = tuple[int, int]  # shards, tensor ranks
-ITERATION = 7
-
-
-def each_rank(cell: Cell, seed: int, steps: int = 0, tied: bool = False) -> Iterator[tuple[TrainingState, Writer]]:
-    """The training of each rank of a replica, in a world of that replica alone, and its part of a checkpoint."""
-    size = cell[0] * cell[1]
-    for rank in range(size):
-        with without_peers(rank, size):
-            yield made(cell, seed, steps, tied), Writer(rank, size, layout=Layout(cell[1], shard=cell[0]).text)
-
-
-def made(cell: Cell, seed: int, steps: int = 0, tied: bool = False) -> TrainingState:
-    torch.manual_seed(seed)
-    model = Model(tied)
-    if cell != (1, 1):
-        shard(model, *cell)
-    state = training(model, seed=seed)
-    for _ in range(steps):
-        step_alone(state)
-    return state
-
-
-def save(folder: Path, cell: Cell, tied: bool = False) -> Path:
-    for state, writer in each_rank(cell, 1, 2, tied):
-        checkpoints = Checkpoints(folder)
-        checkpoints.save(state, ITERATION, writer)
-        checkpoints.wait_written()
-    return folder
-
-
-def whole(state: TrainingState) -> dict[str, torch.Tensor]:
-    """All tensors of an unsharded training, by name."""
-    model = state.model[0].module
-    found = dict(model.state_dict())
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found |= {f"{name} {key}": value for key, value in state.optimizer.state.get(parameter, {}).items()}
-    return found
-
 
 # ------------------------------------------------------------ from any layout to any other
 CELLS = [
@@ -93,14 +51,6 @@ def test_a_checkpoint_is_loaded_in_any_layout(tmp_path, its, mine, tied):
         step_alone(state)  # what torch's optimizer finds is what it makes itself
 
 
-def check_part(tensor: torch.Tensor, wanted: torch.Tensor) -> None:
-    """A tensor is this rank's part of another, by torch's own account."""
-    if isinstance(tensor, DTensor):
-        extent, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        wanted = wanted[tuple(slice(at, at + size) for at, size in zip(offset, extent, strict=True))]
-    assert torch.allclose(dtensors.local(tensor).detach(), wanted.detach(), rtol=1e-6, atol=1e-8)
-
-
 def test_no_rank_reads_more_of_a_parameter_than_it_has(tmp_path, monkeypatch):
     """Defect: from a checkpoint of fewer ranks each rank read all of every parameter."""
     saves, sizes, read = save(tmp_path, (1, 1)), [], contents.ImageContent._read
@@ -113,6 +63,26 @@ def test_no_rank_reads_more_of_a_parameter_than_it_has(tmp_path, monkeypatch):
     for state, _ in each_rank((4, 1), 2):
         Checkpoints(saves).load(state)
         assert max(sizes) == max(tensor.numel() for tensor in state.tensors())
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_tensors_that_are_tied_here_alone_are_compared_whole(tmp_path, differs):
+    """Defect: of a tensor in several blocks only the first one was compared."""
+    for state, writer in each_rank((2, 1), 1):
+        model = state.model[0].module
+        with torch.no_grad():
+            dtensors.local(model.out.weight).copy_(dtensors.local(model.words.weight))
+            if differs and writer.place == 1:
+                dtensors.local(model.out.weight)[-1, -1] += 1
+        checkpoints = Checkpoints(tmp_path)
+        checkpoints.save(state, ITERATION, writer)
+        checkpoints.wait_written()
+    tied = made((1, 1), 2, tied=True)
+    if differs:
+        with pytest.raises(CheckpointError, match="are one tensor here and two there"):
+            Checkpoints(tmp_path).load(tied)
+    else:
+        assert Checkpoints(tmp_path).load(tied) == ITERATION
 
 
 def test_a_part_that_is_not_saved_is_missed(tmp_path, snapshot):
@@ -262,5 +232,5 @@ def test_what_is_not_trained_is_the_parts_of_it(tmp_path):
 def test_an_image_is_as_large_as_the_parts(tmp_path):
     sizes = [Gatherer(state).contents().size for state, _ in each_rank((2, 1), 1, 1)]
     alone = Gatherer(made((1, 1), 1, 1)).contents().size
-    steps = 64 * len(sharded_module.training(Model()).optimizer.param_groups[0]["params"])  # and the buffer
+    steps = 64 * sum(len(group["params"]) for group in sharded_module.optimizer_of(Model()).param_groups)
     assert max(sizes) <= alone / 2 + steps + 4096

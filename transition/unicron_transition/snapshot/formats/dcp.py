@@ -55,6 +55,7 @@ ITERATIONS = ("iteration", "step")  # names under which scripts save their progr
 PROGRESS = "train_state"  # the name under which torchtitan does so, with other counts
 GROUPS = re.compile(r"(?:(.*?)\.)?param_groups\.(?:(.*)\.)?")  # an optimizer's root, then a parameter or number
 SCHEDULES = ("lr_scheduler", "scheduler")  # names under which scripts save their learning-rate schedule
+OWN_GROUPS = "optimizer.param_groups."  # prefix of an optimizer's settings in an export of Unicron's
 OWN_KEY = "unicron"  # the object with the part of Unicron's own checkpoint for which the format has no place
 SAVED_FIELDS = ("groups", "step", "schedule", "scales", "seed", "loss", "facts")  # the fields of `Common` in it
 
@@ -205,6 +206,9 @@ def _add_objects(index: Index, objects: Objects) -> None:
     """Add the iteration and the optimizer's state of a plain script's checkpoint, under the names of the index."""
     _strip_root(index, objects)
     saved = _object(objects.pop(OWN_KEY)) if OWN_KEY in objects else None
+    if isinstance(saved, dict):  # it has the optimizer's settings, which are there for each parameter too
+        for name in [name for name in objects if name.startswith(OWN_GROUPS)]:
+            del objects[name]
     _adopt_iteration(index, objects)
     several = _adopt_roots(index, objects)
     _adopt_torchs_optimizer(index, objects)

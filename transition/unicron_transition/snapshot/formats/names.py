@@ -384,11 +384,16 @@ class Match(NamedTuple):
     """Tensors that are not of the checkpoint's model."""
 
 
+def without_wrappers(name: str) -> str:
+    """Return a tensor's name without the wrappers in it, which other programs have not."""
+    return WRAPPERS.sub("", name)
+
+
 def match(there: Mapping[str, bool], mine: Mapping[str, str]) -> Match | None:
     """Find a plain module's tensors in a checkpoint, under any prefix; None if some are missing. there: name -> whether
     an optimizer has a state for it. mine: name -> the first name of the same tensor. Raises BadCheckpoint if the model
     is there twice."""
-    bare = {WRAPPERS.sub("", name): name for name in there}
+    bare = {without_wrappers(name): name for name in there}
     fitting = _fitting_heads(bare, mine)
     if not fitting:
         return None
@@ -403,7 +408,7 @@ def match(there: Mapping[str, bool], mine: Mapping[str, str]) -> Match | None:
             found.setdefault(first, []).append(bare[name])
     chosen = {first: max(same, key=lambda name: there[name]) for first, same in found.items()}
     twins = [(chosen[first], name) for first, same in found.items() for name in same if name != chosen[first]]
-    others = [name for name in there if WRAPPERS.sub("", name) not in names]
+    others = [name for name in there if without_wrappers(name) not in names]
     beside = [name for name in others if root and _root(name) != root]
     return Match(chosen, twins, [name for name in others if name not in beside], beside)
 
@@ -411,7 +416,7 @@ def match(there: Mapping[str, bool], mine: Mapping[str, str]) -> Match | None:
 def _fitting_heads(bare: Mapping[str, str], mine: Mapping[str, str]) -> list[tuple[str, dict[str, str]]]:
     """List the prefixes under which all of a module's tensors are there, the likeliest first, with the module's names
     under each. bare: the names there, without wrappers."""
-    short = {WRAPPERS.sub("", name.partition(".")[2]): first for name, first in mine.items()}
+    short = {without_wrappers(name.partition(".")[2]): first for name, first in mine.items()}
     longest = max(short, key=lambda key: key.count("."), default="")
     anchors = [key for key, first in short.items() if first == short[longest]]
     pairs = dict.fromkeys(filter(None, (_heads(name, key) for key in anchors for name in bare)))

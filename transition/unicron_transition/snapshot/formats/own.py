@@ -68,6 +68,8 @@ def read(found: folders.WholeCheckpoint) -> Index:
         for name, *_, others, _ in about["index"]:
             if others:
                 index.others.setdefault(name, {}).update(others)
+        index.ties |= about.get("ties", {})
+        index.members = about.get("groups", [])
     common.step = max([*steps, *group_steps(common.groups)], default=None)
     return _without_chunk(index)
 
@@ -125,6 +127,8 @@ def _without_chunk(index: Index) -> Index:
             tensor.name = name.removeprefix("0.")
         index.tensors[tensor.name] = tensor
     index.others = {name.removeprefix("0."): others for name, others in index.others.items()}
+    index.ties = {other.removeprefix("0."): name.removeprefix("0.") for other, name in index.ties.items()}
+    index.members = [[name.removeprefix("0.") for name in group] for group in index.members]
     return index
 
 

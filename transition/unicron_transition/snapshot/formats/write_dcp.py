@@ -21,12 +21,20 @@ import numpy as np
 
 from unicron_transition.seams import table, torch_chunks
 from unicron_transition.snapshot.formats import dcp, names
-from unicron_transition.snapshot.formats.dcp import COMMON, CONFIG, METADATA, OWN_KEY, RESHARDABLE, TORCH_DIST
+from unicron_transition.snapshot.formats.dcp import (
+    COMMON,
+    CONFIG,
+    METADATA,
+    OWN_GROUPS,
+    OWN_KEY,
+    RESHARDABLE,
+    TORCH_DIST,
+)
 from unicron_transition.snapshot.formats.index import LAYERS, MAINS, STATE, Array, BadCheckpoint, Common, Index
 from unicron_transition.snapshot.formats.megatron_arguments import arguments, unknown
 from unicron_transition.snapshot.formats.tracker import RELEASE, TRACKER
 from unicron_transition.snapshot.formats.written import Options, Out, of
-from unicron_transition.snapshot.reading import PlainValues
+from unicron_transition.snapshot.reading import ROOM, PlainValues
 
 DATA = "__0_0.distcp"
 FIELDS = 5  # the fields of TensorProperties that every release of torch reads
@@ -69,15 +77,17 @@ class _Writer:
         self._places: dict[Any, Any] = {}  # torch's MetadataIndex -> the place in the file
 
     def write(self, outs: Iterable[Out], aliases: Mapping[str, Sequence[str]], objects: Mapping[str, Any]) -> None:
-        """Write tensors, one chunk in memory at a time, and objects. aliases: name -> other names of a tensor."""
+        """Write tensors, one chunk in memory at a time, and objects. aliases: name -> other names for the same."""
         with (self._folder / DATA).open("wb") as file:
             for out in outs:
                 self._add(file, out, aliases.get(out.name, ()))
             for name, value in objects.items():
                 at = file.tell()
                 self._torch.save(value, file)
-                self._state[name] = self._types.BytesStorageMetadata()
-                self._places[self._types.MetadataIndex(name)] = self._storage(DATA, at, file.tell() - at)
+                where = self._storage(DATA, at, file.tell() - at)
+                for each in (name, *aliases.get(name, ())):
+                    self._state[each] = self._types.BytesStorageMetadata()
+                    self._places[self._types.MetadataIndex(each)] = where
             file.flush()
             os.fsync(file.fileno())
         paths = {name: (name,) for name in self._state}
@@ -117,10 +127,66 @@ class _Writer:
 
 
 def write_dcp(folder: Path, index: Index, options: Options) -> None:
-    """Write all tensors under their names in the index. Raises BadCheckpoint, OSError."""
+    """Write all tensors under their names in the index, and of a plain module's also those under which a script's
+    `get_state_dict` has them. Raises BadCheckpoint, OSError."""
     if options.names:
         raise BadCheckpoint("--format dcp renames nothing: leave --names out, or give it to `checkpoint import` first")
-    _Writer(folder, "dcp").write(map(of, index.tensors.values()), {}, {OWN_KEY: dcp.saved_part(index)})
+    objects, aliases = dict[str, Any](), dict[str, list[str]]()
+    if not names.of_megatron(index):
+        aliases = _other_names(index)
+        objects, of_objects = _objects(index, options)
+        aliases |= of_objects
+    objects[OWN_KEY] = dcp.saved_part(index)
+    _Writer(folder, "dcp").write(map(of, index.tensors.values()), aliases, objects)
+
+
+def _other_names(index: Index) -> dict[str, list[str]]:
+    """Return the other names of tensors in a script: of tied ones, and `optimizer.state.NAME.KEY`."""
+    found: dict[str, list[str]] = {}
+    for other, name in index.ties.items():
+        found.setdefault(name, []).append(other)
+    for tensor in index.parameters():
+        for key in index.states(tensor.name):
+            found[f"{STATE}{key}.{tensor.name}"] = [f"{STATE}{tensor.name}.{key}"]
+    return found
+
+
+def _objects(index: Index, options: Options) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Return the other state of a script's optimizer by its names, and their other names where the optimizer's state is
+    flattened, with the settings of each parameter."""
+    found: dict[str, Any] = {}
+    for name, others in index.others.items():
+        found |= {f"{STATE}{name}.{key}": value for key, value in others.items()}
+    groups = [_settings(group) for group in index.common.groups]
+    members = index.members if len(index.members) == len(groups) else []
+    if len(groups) == 1 and not members:
+        members = [[tensor.name for tensor in index.parameters()]]
+    if groups and not members:
+        options.say(
+            "the optimizer's settings are under `unicron` alone: which parameters are in its groups is not known"
+        )
+    for number, names_of_it in enumerate(members):
+        found |= {f"{OWN_GROUPS}{number}.{key}": value for key, value in groups[number].items()}
+        found[f"{OWN_GROUPS}{number}.params"] = names_of_it
+    count = sum(len(group) * len(its) for group, its in zip(groups, members, strict=False))
+    if count * dcp.LEAST > max(ROOM // 2, sum(tensor.nbytes for tensor in index.tensors.values())):
+        options.say(
+            "the optimizer's settings are not there by parameter: readers take so many for so few bytes for a trap"
+        )
+        return found, {}
+    return found, {
+        f"{OWN_GROUPS}{number}.{key}": [f"{OWN_GROUPS}{name}.{key}" for name in its]
+        for number, its in enumerate(members)
+        for key in groups[number]
+    }
+
+
+def _settings(group: PlainValues) -> PlainValues:
+    """Return a group's settings as torch has them, without its parameters."""
+    settings = {key: value for key, value in group.items() if key != "params"}
+    if isinstance(betas := settings.get("betas"), list):
+        settings["betas"] = tuple(betas)
+    return settings
 
 
 # ------------------------------------------------------------ Megatron's
@@ -210,10 +276,7 @@ def _optimizer(common: Common, writer: _Writer) -> PlainValues:
     """Return the optimizer's state, in each place where one of Megatron's optimizers looks for it."""
     groups = []
     for group in common.groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
-        if isinstance(betas := settings.get("betas"), list):
-            settings["betas"] = tuple(betas)
-        groups.append(settings | ({"step": common.step} if common.step is not None else {}))
+        groups.append(_settings(group) | ({"step": common.step} if common.step is not None else {}))
     state = {} if common.step is None else {"common_step": writer.tensor(float(common.step))}
     inner: PlainValues = {"state": dict(state), "param_groups": groups}
     found: PlainValues = {

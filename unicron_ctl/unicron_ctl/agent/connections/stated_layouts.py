@@ -62,9 +62,14 @@ def misfit(one: StatedLayout, per_node: int, nodes: int, model: Mapping[str, int
         return f"needs {size} ranks, and the job has at most {per_node * nodes} ({plural(nodes, 'node')} of {per_node})"
     if size % per_node and per_node % size:
         return f"is a replica of {size} ranks, which neither fills nodes of {per_node} ranks nor shares one evenly"
-    for name, parts in (("heads", one.layout.tensor), ("layers", one.layout.pipeline * one.virtual)):
-        if model and model[name] % parts:
-            return f"cannot share out the model's {model[name]} {name}"
+    shared = {
+        "heads": (one.layout.tensor, "heads"),
+        "layers": (one.layout.pipeline * one.virtual, "layers"),
+        "hidden": (one.layout.shard, "hidden units"),  # a session refuses uneven shards
+    }
+    for name, (parts, words) in shared.items() if model else ():
+        if model[name] % parts:
+            return f"cannot share out the model's {model[name]} {words}"
     return ""
 
 
@@ -84,13 +89,19 @@ def _all(limits: list[str], per_node: int, nodes: int, model: Mapping[str, int])
     most = _read(" ".join(limits)) if limits else StatedLayout(parse_layout(f"TP{per_node} PP{deepest}").layout)
     if most.virtual > 1:
         raise _wrong(LAYOUTS, f"{AUTO} tries no virtual stages (VPP{most.virtual})", "name those layouts one by one")
-    tensor = [size for size in range(1, min(most.layout.tensor, per_node) + 1) if size & (size - 1) == 0]
-    found = [_read(f"TP{tp} PP{pp}") for tp, pp in product(tensor, range(1, most.layout.pipeline + 1))]
+    tensor, shards = _powers(min(most.layout.tensor, per_node)), _powers(most.layout.shard)
+    ways = product(tensor, range(1, most.layout.pipeline + 1), shards)
+    found = [_read(f"TP{tp} PP{pp} F{shard}") for tp, pp, shard in ways]
     fit = [one for one in found if not misfit(one, per_node, nodes, model)]
     if not fit:
         unfit = f"no layout up to {most.text} fits this model and {plural(nodes, 'node')}"
         raise _wrong(LAYOUTS, unfit, "name the layouts")
     return sorted(fit, key=lambda one: one.layout.size)
+
+
+def _powers(most: int) -> list[int]:
+    """Return the powers of two up to `most`."""
+    return [1 << exponent for exponent in range(most.bit_length())]
 
 
 def _wrong(name: str, what: str, instead: str) -> UserError:

@@ -10,13 +10,17 @@ from msgspec.structs import asdict
 from unicron_ctl.controller.api import privacy
 from unicron_ctl.controller.core.core import Core
 from unicron_ctl.controller.job import spares
+from unicron_ctl.controller.job.candidates import missing_places
 from unicron_ctl.controller.model import permission
+from unicron_ctl.controller.model.agent_view import CAN_ENTER
 from unicron_ctl.controller.model.asker import Asker
 from unicron_ctl.controller.model.job_state import AgentRecord, Failure, JobState, Phase
+from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.plan.inputs import bounds, waiting, weight, why_fixed
 from unicron_ctl.controller.plan.reconcile import shortage
 from unicron_ctl.shared.protocol import answer_schema as schema
 from unicron_detector.words import plural
+from unicron_transition.generations import layout
 
 
 def visible_jobs(core: Core, asker: Asker, brief: bool = False) -> list[schema.Job]:
@@ -122,8 +126,6 @@ def failure_answer(failure: Failure) -> schema.Failure:
 def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
     view = core.view.job(state)
     size = view.replica
-    kept = ("standby", "stopped") if state.phase is Phase.FORMING else ("standby",)
-    standbys = [slot for _, slot, status in view.all_ranks() if status.state in kept] if size > 1 else []
     standing = spares.standing(view) if not state.over else {}
     return schema.JobBase(
         job=state.job,
@@ -132,18 +134,18 @@ def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
         state=state.phase.value,
         generation=state.generation,
         planned_nodes=core.state.assignment.get(state.job),
-        layout=view.rank_layout if not state.layout else state.layout,
+        layout=view.shape,
         layouts=list(state.settings.layouts),
         planned_layout=core.state.layouts.get(state.job, ""),
         replica=size,
         replicas=len(state.members) // size if not state.ended else 0,
-        standbys=standbys if not state.ended else [],
+        standbys=_standbys(view) if size > 1 and not state.ended else [],
         spares=[schema.Spare(element=e, node=view.agents[e].node, state=how) for e, how in standing.items()],
         spares_wanted=state.settings.spares,
         spares_ready=sum(how == "ready" for how in standing.values()),
         ended=plain(state.ended, schema.Ending) if state.ended else None,
         set_aside=state.set_aside,
-        waits=state.waits or (short.reason if (short := shortage(core.view, state)) is not None else ""),
+        waits=state.waits or _why_not_formed(core, view),
         nan_since=state.nan_since if state.nan_since >= 0 else None,
         goodput=state.goodput,
         trained_seconds=state.trained_seconds,
@@ -151,6 +153,30 @@ def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
         blocks=_blocks(state) if state.settings.block > 1 and not state.ended else [],
         checkpoints="" if brief else next((s.saves_in for _, _, s in view.all_ranks() if s.saves_in), ""),
     )
+
+
+def _standbys(job: JobView) -> list[int]:
+    """The slots whose ranks keep a state and do not train, and of the new ranks those that complete no replica."""
+    states = {slot: status.state for _, slot, status in job.all_ranks()}
+    if job.state.phase is Phase.FORMING:
+        return [slot for slot, state in states.items() if state in ("standby", "stopped")]
+    outside = [slot for slot, state in states.items() if state in CAN_ENTER]
+    _, rest = layout.compose(outside, job.replica)
+    spare = bool(job.state.settings.spares)  # new ranks wait as such
+    return [slot for slot in outside if states[slot] == "standby" or (slot in rest and not spare)]
+
+
+def _why_not_formed(core: Core, job: JobView) -> str:
+    """Why ranks wait for others; empty as long as these may just be starting."""
+    if (short := shortage(core.view, job.state)) is not None:
+        return short.reason
+    if job.state.phase is not Phase.FORMING or job.seconds_in_phase(core.now) <= core.config.forming_settle_seconds:
+        return ""
+    ready = {slot for _, slot, status in job.all_ranks() if status.state in (*CAN_ENTER, "stopped")}
+    missing = missing_places(ready, job.replica)
+    if not ready or not missing:
+        return ""
+    return f"a replica ({job.shape}) has {job.replica} ranks, and those for the places {missing[:20]} are missing"
 
 
 def _blocks(state: JobState) -> list[str]:

@@ -19,7 +19,7 @@ def decide(job: JobView, reports: dict[int, RankStatus] | None = None) -> surviv
         total,
         _furthest_end(job),
         _lost_done(job, at),
-        _lost_share(job, at, total),
+        _lost_share(job, at, total, next(iter(reports.values())).lanes),
         at,
         job.replica,
         job.state.order,
@@ -44,12 +44,12 @@ def _lost_done(job: JobView, iteration: int) -> dict[int, list[int]]:
     return found
 
 
-def _lost_share(job: JobView, iteration: int, total: int) -> list[int]:
+def _lost_share(job: JobView, iteration: int, total: int, lanes: int) -> list[int]:
     """The micro-batches of the iteration that were planned for replicas that have lost a rank."""
     plan = job.state.plan
     if plan is None or not job.state.lost:
         return []
     planned = plan.assignment if plan.iteration == iteration else {}
     heads, hit = layout.heads(plan.members, plan.replica), job.state.hit()
-    usual = {slot: layout.deal(total, len(heads), place) for place, slot in enumerate(heads) if slot in hit}
+    usual = {slot: layout.deal(total, len(heads), place, lanes) for place, slot in enumerate(heads) if slot in hit}
     return [index for slot in usual for index in planned.get(slot, usual[slot])]

@@ -17,6 +17,7 @@ from unicron_ctl.controller.job.candidates import (
     may_work,
     missing_places,
     newcomers,
+    of_another_size,
     waiting_elements,
 )
 from unicron_ctl.controller.job.modes import NO_STORE, Trigger, mode_of
@@ -227,11 +228,20 @@ def _look_now(view: View, job: JobView, count: int) -> bool:
 
 
 def _hopeless(view: View, job: JobView) -> Trigger | None:
-    reason = mode_of(job.state).why_exhausted(job.state) or must_end(view, job.state)
+    reason = mode_of(job.state).why_exhausted(job.state) or _never_a_replica(job) or must_end(view, job.state)
     if not reason and job.seconds_in_phase(view.now) > BEGIN_SECONDS:
         waits = any(agent.waits for agent in job.agents.values() if agent.alive)
         reason = NO_STORE if waits and job.seconds_without_store(view.now) > BEGIN_SECONDS else ""
     return Trigger(Event.FAILED, reason, code=1) if reason else None
+
+
+def _never_a_replica(job: JobView) -> str:
+    """Why the job's ranks, even if all come, make no replica; empty if they do."""
+    nodes, size = job.state.settings.max_nodes, job.replica
+    if size <= nodes * job.per_node or of_another_size(job):
+        return ""
+    has = f"the job has at most {nodes * job.per_node} ({plural(nodes, 'node')} of {job.per_node})"
+    return f"a replica ({job.shape}) needs {size} ranks, and {has}: submit it with more nodes, or with a smaller layout"
 
 
 # ---------------------------------------------------------------- running

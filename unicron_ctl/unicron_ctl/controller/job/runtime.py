@@ -22,6 +22,7 @@ from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import structs, wire
 from unicron_ctl.shared.settings.config import ControllerConfig
 from unicron_ctl.shared.system.throttle import Throttle
+from unicron_transition.generations.layout import lanes_of
 
 VIOLATIONS = 1 / 60, 100.0  # records a second, and at once
 TIMINGS_KEPT = 8  # of one generation: the parts of a recovery take about as long in every rank
@@ -107,7 +108,7 @@ class JobRuntime:
         if not whole:
             self.unheard_until = max(self.unheard_until, message.iteration)
         bound = float("inf") if state.phase is Phase.BREAKING else max(self.disturbed_until, self.unheard_until)
-        self.sensors.times.on_step(message, state.mode.reports)
+        self.sensors.times.on_step(message, state.mode.reports, lanes_of(job.rank_layout))
         drops = state.replica > 1 or (state.plan is not None and state.plan.state is not None)
         accounts = self.ledger.add(message, self._reporters(state), lambda iteration: iteration <= bound, drops)
         nan_since = state.nan_since

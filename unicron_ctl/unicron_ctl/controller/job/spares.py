@@ -126,9 +126,20 @@ def swaps(view: View, job: JobView, joiners: Collection[int]) -> list[Swap]:
         if failure.whole_at is None and failure.broken_at is not None and element >= 0 and element not in inside:
             lost[element] = failure
     free = [element for element in coming if element not in lost]
-    gone = [failure for element, failure in lost.items() if element not in coming]
-    pairs = zip(free, gone, strict=False)
-    return [Swap(element, failure, _words(view, job, element, failure)) for element, failure in pairs]
+    found = []
+    for failure in (failure for element, failure in lost.items() if element not in coming):
+        places = _places(job, failure.record.element)
+        free.sort(key=lambda element: (_places(job, element) != places, element))
+        if free:
+            element = free.pop(0)
+            found.append(Swap(element, failure, _words(view, job, element, failure)))
+    return found
+
+
+def _places(job: JobView, element: int) -> set[int]:
+    """The places of a replica that an element's ranks have: a spare takes those of the lost one, while others may only
+    come back beside it."""
+    return {slot % job.replica for slot in range(element * job.per_node, (element + 1) * job.per_node)}
 
 
 def _words(view: View, job: JobView, element: int, failure: Failure) -> str:

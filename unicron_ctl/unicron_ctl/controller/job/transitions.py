@@ -73,6 +73,7 @@ def form_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
         assignment=survivors_plan.deal(
             range(max(reports[slot].micro_batches for slot in found.members)),
             layout.heads(found.members, job.replica),
+            reports[found.members[0]].lanes,
         ),
         reason=f"{'; '.join(filter(None, (_cause(job.state), trigger.reason, start)))}"
         f"{fetched_from(job, found.iteration)}{taken_over(reports, found)}{left_behind(reports, found)}",

@@ -351,6 +351,7 @@ def on_layout_chosen(job: JobState, event: Event, record: records.LayoutChosen) 
     job.measured_before.pop("", None)
     job.recent.clear()
     job.layout, job.relayout, job.relayout_why = record.layout, "", ""
+    job.laid_out = job.generation
     job.saving_until = event.time + record.save_seconds
 
 

@@ -333,6 +333,8 @@ class JobState(_Memberships):
     """The layout in which its ranks are started, if it has stated any."""
     relayout: str = ""
     """The layout in which all of them will start again."""
+    laid_out: int = 0
+    """The highest generation of the layouts before this one, whose images are of no use; 0 if there was none."""
     relayout_why: str = ""
     saving_until: float = 0.0
     """Until when ranks that end for that may save their state."""

@@ -198,6 +198,11 @@ class JobView:
         return parse_layout(self.state.layout).layout.size if self.state.layout else self.rank_replica
 
     @property
+    def shape(self) -> str:
+        """The layout in words: the one in which its ranks start, or by the ranks."""
+        return self.state.layout or self.rank_layout
+
+    @property
     def wanted(self) -> int:
         """Elements that train when all are there."""
         return self.state.elements_wanted(self.replica)

@@ -97,7 +97,7 @@ def problem(settings: Settings) -> str:
 def splits(settings: Settings) -> list[Split]:
     """The job's layouts as the planner knows them."""
     found = [parse_layout(name) for name in settings.layouts]
-    return [Split(one.text, one.layout.tensor, one.layout.pipeline, one.virtual) for one in found]
+    return [Split(one.text, one.layout.tensor, one.layout.pipeline, one.virtual, one.layout.shard) for one in found]
 
 
 def _planner_facts(settings: Settings, gres: str, per_node: float) -> JobFacts:

@@ -8,7 +8,7 @@ its part of a cut to the next ones.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from unicron_ctl.controller.model.agent_view import AgentView
@@ -16,7 +16,14 @@ from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import View
 from unicron_ctl.controller.replication import nearest
 from unicron_ctl.controller.replication.receivers import Away, targets_by_element
-from unicron_ctl.controller.replication.strategy import State, StoredState, domains_of, kinds_of, with_memory
+from unicron_ctl.controller.replication.strategy import (
+    State,
+    StoredState,
+    domains_of,
+    images_of,
+    kinds_of,
+    with_memory,
+)
 from unicron_ctl.controller.replication.whole_states import SessionStates
 from unicron_ctl.shared.protocol import structs
 from unicron_ctl.shared.protocol.structs import RankStatus
@@ -61,11 +68,11 @@ class Shards(SessionStates):
         return {place: sorted(nodes) for place, nodes in sorted(bare.items())}
 
     def stored_states(self, job: JobView) -> list[StoredState]:
-        agents, whole = with_memory(job), []
-        for state, parts in images(agents).items():
+        whole = []
+        for state, parts in images(job).items():
             if len(parts) != job.replica * state.ways:
                 continue
-            tensors, without = untrained_tensors(agents, state.version)
+            tensors, without = untrained_tensors(job, state.version)
             if not without:
                 whole.append(StoredState(state.version, min(map(len, (*parts.values(), *tensors.values())))))
         return whole
@@ -76,7 +83,7 @@ class Shards(SessionStates):
     def sources(
         self, view: View, job: JobView, reports: Mapping[int, RankStatus]
     ) -> Iterator[tuple[State, Sequence[nearest.Way] | None]]:
-        there = images(with_memory(job))
+        there = images(job)
         for state in sorted(there, reverse=True):
             yield (state.version, f"{state.base:x}"), _ways(view, job, reports, state, there[state])
 
@@ -105,28 +112,25 @@ def missing_copies(job: JobView) -> list[Part]:
     return missing
 
 
-def images(agents: Iterable[AgentView]) -> dict[ShardedState, dict[Part, Where]]:
+def images(job: JobView) -> dict[ShardedState, dict[Part, Where]]:
     """Return state -> shard -> where it is."""
     states: dict[ShardedState, dict[Part, Where]] = defaultdict(lambda: defaultdict(dict))
-    for agent in agents:
-        for image in agent.status.images:
-            if image.kind == SHARD and (mark := _number(image.mark)) is not None:
-                state = ShardedState(image.iteration, state_base(image.base, mark), image.count)
-                states[state][image.place, image.shard][agent.node] = agent, image
+    for agent, image in images_of(job, SHARD):
+        if (mark := _number(image.mark)) is not None:
+            state = ShardedState(image.iteration, state_base(image.base, mark), image.count)
+            states[state][image.place, image.shard][agent.node] = agent, image
     return states
 
 
-def untrained_tensors(agents: Iterable[AgentView], version: int) -> tuple[dict[int, Where], set[int]]:
+def untrained_tensors(job: JobView, version: int) -> tuple[dict[int, Where], set[int]]:
     """Return place -> where the untrained tensors are that belong to the shards of this version, and the places that
     have untrained tensors, but none of this version."""
     tensors: dict[int, Where] = defaultdict(dict)
     places = set()
-    for agent in agents:
-        for image in agent.status.images:
-            if image.kind == UNTRAINED_KIND:
-                places.add(image.place)
-                if image.iteration == version:
-                    tensors[image.place][agent.node] = agent, image
+    for agent, image in images_of(job, UNTRAINED_KIND):
+        places.add(image.place)
+        if image.iteration == version:
+            tensors[image.place][agent.node] = agent, image
     return tensors, places - tensors.keys()
 
 
@@ -144,7 +148,7 @@ def _ways(
 
     Untrained tensors come before the shards: a rank that has its shards begins.
     """
-    besides, without = untrained_tensors(with_memory(job), state.version)
+    besides, without = untrained_tensors(job, state.version)
     load, ways, domains = nearest.Load(), [], domains_of(view, job.state)
     for place in range(job.replica):
         able = [slot for slot in sorted(reports) if slot % job.replica == place]

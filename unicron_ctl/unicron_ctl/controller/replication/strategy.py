@@ -104,6 +104,16 @@ def with_memory(job: JobView) -> list[AgentView]:
     return [agent for agent in job.alive() if agent.images_at]
 
 
+def images_of(job: JobView, kind: str) -> Iterator[tuple[AgentView, structs.Image]]:
+    """Yield the images of this kind in living nodes' memory, with the agents that have them, without those that are
+    left of another layout."""
+    for agent in with_memory(job):
+        for image in agent.status.images:
+            former = image.size != job.replica or 0 < image.base <= job.state.laid_out
+            if image.kind == kind and not former:
+                yield agent, image
+
+
 def domains_of(view: View, job: JobState) -> Mapping[str, str]:
     """Return node -> its failure domain, for the job's nodes: the switch of its block's first node if the job's blocks
     are behind several, otherwise its block. Without blocks, the node's switch or its block in Slurm."""

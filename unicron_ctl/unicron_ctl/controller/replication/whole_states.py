@@ -6,7 +6,7 @@ If enough nodes train a place, it needs no copies: each replica is one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_view import JobView
@@ -19,6 +19,7 @@ from unicron_ctl.controller.replication.strategy import (
     State,
     StoredState,
     domains_of,
+    images_of,
     kinds_of,
     with_memory,
 )
@@ -67,7 +68,7 @@ class WholeStates(SessionStates):
     def stored_states(self, job: JobView) -> list[StoredState]:
         return [
             StoredState(iteration, min(len(nodes) for nodes in places.values()))
-            for (iteration, _), places in images(with_memory(job)).items()
+            for (iteration, _), places in images(job).items()
             if len(places) == job.replica
         ]
 
@@ -77,8 +78,7 @@ class WholeStates(SessionStates):
     def sources(
         self, view: View, job: JobView, reports: Mapping[int, RankStatus]
     ) -> Iterator[tuple[State, Sequence[nearest.Way] | None]]:
-        agents = with_memory(job)
-        there, able = images(agents), {agent.element for agent in agents}
+        there, able = images(job), {agent.element for agent in with_memory(job)}
         ranks: dict[State, set[int]] = defaultdict(set)
         for slot, status in reports.items():
             for state in states(status):
@@ -133,11 +133,9 @@ def targets(
     return targets_by_place(able, trainers(job), missing, domains, spares, away)
 
 
-def images(agents: Iterable[AgentView]) -> dict[State, dict[int, dict[str, tuple[AgentView, structs.Image]]]]:
+def images(job: JobView) -> dict[State, dict[int, dict[str, tuple[AgentView, structs.Image]]]]:
     """Return state -> place -> node -> agent and image."""
     states: dict[State, dict[int, dict[str, tuple[AgentView, structs.Image]]]] = defaultdict(lambda: defaultdict(dict))
-    for agent in agents:
-        for image in agent.status.images:
-            if image.kind == STATE:
-                states[image.iteration, image.mark][image.place][agent.node] = agent, image
+    for agent, image in images_of(job, STATE):
+        states[image.iteration, image.mark][image.place][agent.node] = agent, image
     return states

@@ -19,6 +19,7 @@ from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_ctl.shared.protocol.wire import Plan
+from unicron_transition.generations.layout import deal
 
 WITNESS_SECONDS = 0.05  # after a rank stopped; what is heard later was sent after its peers' connections broke
 ENTER_TRIES = 3  # in a row; then members that never entered count as lost
@@ -133,8 +134,8 @@ def _share(job: JobView, place: int, head: int, iteration: int) -> int:
     plan, status = job.state.plan, job.status(head)
     if plan is not None and plan.iteration == iteration and head in plan.assignment:
         return len(plan.assignment[head])
-    total, count = status.micro_batches if status is not None else 0, len(job.state.order) // job.replica
-    return len(range(place, total, max(1, count)))
+    count = len(job.state.order) // job.replica
+    return len(deal(status.micro_batches, count, place, status.lanes)) if status is not None and count else 0
 
 
 def _falls_short(job: JobView, slot: int, iteration: int, share: int) -> bool:

@@ -58,7 +58,7 @@ class Times(NamedTuple):
     slots: list[int]
     phases: bytes
     shares: list[int]
-    """Micro-batches that each rank computed."""
+    """Rounds that each rank computed, of a micro-batch in each lane of its replica."""
     habits: bool
     reports: bool
     """The ranks report what they do."""
@@ -121,7 +121,7 @@ class PhaseTimes:
         self.stamps[first:count] = -1
 
     def comparable(self, last: int = WINDOW) -> Row:
-        """Return slot -> phase -> mean seconds of the `last` iterations, as if all had equally many micro-batches.
+        """Return slot -> phase -> mean seconds of the `last` iterations, as if all had equally many rounds.
         Of many ranks, only those that are worth comparing count.
 
         Eight micro-batches on three ranks are 3, 3 and 2: the third computes less and waits longer, without a fault.
@@ -231,10 +231,10 @@ class JobTimes:
         self.phases.clear()
         self.stragglers.clear()
 
-    def on_step(self, step: structs.StepTable, reports: bool = True) -> None:
+    def on_step(self, step: structs.StepTable, reports: bool = True, lanes: int = 1) -> None:
         """Note the phase times of one agent's ranks. reports: they report what they do; for others, all but waiting is
-        their script's own code."""
-        shares = [len(batches) for batches in _micro_batches(step)]
+        their script's own code. lanes: micro-batches that a replica computes at the same time."""
+        shares = [-(-len(batches) // lanes) for batches in _micro_batches(step)]
         habits = reports or not self.monitor.warming  # its start is none of its habits
         self._noted.append(Times(step.iteration, step.slots, step.phases, shares, habits, reports))
         self._ranks_noted += len(shares)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, cycle
+from itertools import chain
 from typing import NamedTuple
 
 from unicron_ctl.shared.protocol.structs import RankStatus
@@ -54,10 +54,14 @@ class _Position(NamedTuple):
     done: list[int] = []
 
 
-def deal(indices: Sequence[int], members: Sequence[int]) -> dict[int, list[int]]:
+def deal(indices: Sequence[int], members: Sequence[int], lanes: int = 1) -> dict[int, list[int]]:
     """Deal the indices round-robin to the members in order, as every rank does by itself in an undisturbed
-    iteration."""
-    return {slot: list(indices[place :: len(members)]) for place, slot in enumerate(members)}
+    iteration. lanes: micro-batches that a member computes at the same time, and so gets at a time."""
+    count = len(members)
+    return {
+        slot: [indices[one] for one in layout.deal(len(indices), count, place, lanes)]
+        for place, slot in enumerate(members)
+    }
 
 
 def decide(
@@ -98,7 +102,8 @@ def decide(
         return Decision([], {**unusable, **doubled}, None, way.iteration, {}, 0, 0, 0, "")
     if size > 1:
         again |= _finished_micro_batches(usable.values(), way.iteration)
-    return _decision(members, unusable, way, total, size, again, lost_share, lost_iteration, standbys)
+    lanes = next(iter(survivors.values())).lanes
+    return _decision(members, unusable, way, total, size, again, lost_share, lost_iteration, standbys, lanes)
 
 
 def _decision(
@@ -111,11 +116,12 @@ def _decision(
     lost_share: Collection[int],
     lost_iteration: int | None,
     standbys: Sequence[int] = (),
+    lanes: int = 1,
 ) -> Decision:
     """Make the decision. again: micro-batches that other ranks have finished; only those that a member has, too, are in
     a complete gradient."""
     have = set(chain.from_iterable(way.kept.values()))
-    assignment = _deal_unfinished(layout.heads(members, size), way.kept, have, total)
+    assignment = _deal_unfinished(layout.heads(members, size), way.kept, have, total, lanes)
     reused = sum(map(len, way.kept.values()))
     same = way.step is None and lost_iteration == way.iteration
     recomputed = len(again - have) if same else 0
@@ -307,13 +313,12 @@ def _common_micro_batches(
 
 
 def _deal_unfinished(
-    heads: Sequence[int], kept: Mapping[int, Sequence[int]], have: Collection[int], total: int
+    heads: Sequence[int], kept: Mapping[int, Sequence[int]], have: Collection[int], total: int, lanes: int
 ) -> dict[int, list[int]]:
-    """Deal the unfinished micro-batches round-robin, so that the heads' remaining work differs by one at most."""
-    assignment = {slot: list(kept.get(slot, ())) for slot in heads}
-    for slot, index in zip(cycle(heads), [index for index in range(total) if index not in have], strict=False):
-        assignment[slot].append(index)
-    return assignment
+    """Deal the unfinished micro-batches round-robin, `lanes` at a time, so that the heads' remaining rounds differ by
+    one at most."""
+    dealt = deal([index for index in range(total) if index not in have], heads, lanes)
+    return {slot: [*kept.get(slot, ()), *dealt[slot]] for slot in heads}
 
 
 def _why(

@@ -160,7 +160,7 @@ class JobBase(msgspec.Struct, kw_only=True):
     replicas: int
     """Replicas that train."""
     standbys: Annotated[list[int], OWNER] = []
-    """Slots of living ranks that complete no replica and keep their state."""
+    """Slots of living ranks that complete no replica and wait."""
     spares: Annotated[list[Spare], OWNER] = []
     spares_wanted: Annotated[int | None, OWNER] = None
     """The number of hot spares that its owner requests."""

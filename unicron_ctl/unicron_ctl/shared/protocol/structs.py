@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from unicron_ctl.shared.protocol import ranges
+from unicron_transition.generations.layout import lanes_of
 
 SESSION, RESTART = "session", "restart"  # modes of healing
 
@@ -128,7 +129,7 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     """A number that changes while the rank's transfer or collective makes progress: bytes, and in the first seconds of
     a loss the network's retransmissions. In restart mode: the script's own heartbeats. 0 if unknown."""
     replica: ranges.Replica = 1  # ranks of a replica
-    layout: ranges.Kind = ""  # the shape of a replica, for people
+    layout: ranges.Kind = ""  # of a replica, as `Layout.text` writes it
     shards: Annotated[list[Shards], Meta(max_length=ranges.MOST_COPIES)] = []
     """The shards of a distributed optimizer's state, from a stopped rank or a standby. From a waiting rank: those in
     its node's memory."""
@@ -157,6 +158,12 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
         if self.fault is not None and self.fault.fatal and self.state != "finished":
             return Exit(code=1, at=self.fault.at, lived=self.fault.lived)
         return None
+
+    @property
+    def lanes(self) -> int:
+        """Micro-batches that the rank's replica computes at the same time."""
+        lanes = lanes_of(self.layout) if self.replica > 1 else 1
+        return lanes if self.replica % lanes == 0 else 1  # no rank of ours says so
 
     def with_vitals_of(self, other: RankStatus) -> RankStatus:
         """Return this status with the time and the vitals of another, which change though the rank does nothing new."""

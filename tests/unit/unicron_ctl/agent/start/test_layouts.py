@@ -25,6 +25,13 @@ def test_all_that_fit_up_to_a_limit():
     found = stated("auto TP4 PP4", per_node=4, model=WORDS)
     assert found == ["TP1", "PP2", "TP2", "PP4", "TP2 PP2", "TP4", "TP2 PP4", "TP4 PP2", "TP4 PP4"]
     assert stated("auto", per_node=4, nodes=1, model=WORDS) == ["TP1", "PP2", "TP2", "PP4", "TP2 PP2", "TP4"]
+    assert stated("auto F6", per_node=1, nodes=8, model=WORDS) == ["TP1", "F2", "F4"]
+    assert stated("auto TP2 F2", per_node=2, nodes=2, model=WORDS) == ["TP1", "F2", "TP2", "TP2 F2"]
+
+
+def test_shards_may_span_nodes_or_share_one():
+    assert stated("F4, F2 TP2, F2", per_node=1) == ["F4", "TP2 F2", "F2"]
+    assert stated("F4, F2", per_node=8, nodes=1, model=WORDS) == ["F4", "F2"]
 
 
 @pytest.mark.parametrize(
@@ -40,10 +47,13 @@ def test_all_that_fit_up_to_a_limit():
         ("TP3", ""),
         ("PP5", WORDS),
         ("PP4 VPP3", WORDS),
+        ("F8", WORDS.replace("4096", "4092")),
+        ("F16", ""),
+        ("F2 F4", ""),
         ("auto TP2 PP2", ""),
         ("auto TP2 nonsense", WORDS),
     ],
-    ids=lambda word: word if word != WORDS else "model",
+    ids=lambda word: "model" if word.startswith("layers") else word,
 )
 def test_what_cannot_be_is_one_clear_line(text, model, snapshot):
     with pytest.raises(UserError) as error:

@@ -1,5 +1,6 @@
 """The generation protocol, walked with the real deciders over any interleaving of small cases: replicas of one, two and
-four ranks, losses at any moment, newcomers, controllers that start again.
+four ranks that compute one or several micro-batches at a time, losses at any moment, newcomers, controllers that start
+again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from unicron_transition.generations import layout
 
 MOST_KILLS = 4
 ROUNDS = 400
-SHAPES = [  # (ranks of a replica, ranks of a node, nodes at the start, nodes at most)
+SHAPES = [  # (ranks of a replica, ranks of a node, nodes at the start, nodes at most[, lanes of a replica])
     (1, 1, 2, 3),
     (1, 2, 2, 2),
     (2, 1, 2, 4),
@@ -25,6 +26,10 @@ SHAPES = [  # (ranks of a replica, ranks of a node, nodes at the start, nodes at
     (2, 4, 1, 1),
     (4, 2, 4, 4),
     (4, 4, 1, 2),
+    (2, 1, 4, 4, 2),  # shard groups over two nodes,
+    (2, 2, 2, 3, 2),  # inside a node,
+    (4, 2, 3, 4, 4),  # over nodes of several ranks,
+    (4, 1, 4, 4, 2),  # and beside tensor parallelism
 ]
 
 
@@ -32,9 +37,9 @@ class Generations(RuleBasedStateMachine):
     """What may happen, and what must hold at every moment."""
 
     @initialize(shape=st.sampled_from(SHAPES), sharded=st.booleans(), remembers=st.booleans())
-    def begin(self, shape: tuple[int, int, int, int], sharded: bool, remembers: bool) -> None:
-        size, per_node, started, nodes = shape
-        self.training = TrainingJob(size, per_node, nodes, started, sharded, remembers)
+    def begin(self, shape: tuple[int, ...], sharded: bool, remembers: bool) -> None:
+        size, per_node, started, nodes, *lanes = shape
+        self.training = TrainingJob(size, per_node, nodes, started, sharded, remembers, *lanes)
         self.kills = 0
         self.settle(2.0)
 

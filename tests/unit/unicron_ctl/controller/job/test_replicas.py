@@ -15,9 +15,11 @@ from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import structs, wire
 
 
-def started(nodes: int = 2, ranks: int = 2, replica: int = 2, **settings) -> tuple[World, list[FakeAgent]]:
+def started(
+    nodes: int = 2, ranks: int = 2, replica: int = 2, lanes: int = 1, **settings
+) -> tuple[World, list[FakeAgent]]:
     world = World(**settings)
-    agents = world.start_job(nodes=nodes, ranks=ranks, replica=replica)
+    agents = world.start_job(nodes=nodes, ranks=ranks, replica=replica, lanes=lanes)
     assert world.job().phase == "running"
     return world, agents
 
@@ -58,6 +60,55 @@ def test_ranks_of_another_layout_wait_and_the_job_says_what_to_do(snapshot):
     assert states(agents)[4] == states(agents)[5] == "entering" and world.job().waits == ""
 
 
+def test_ranks_beyond_a_multiple_of_the_replica_are_standbys_until_another_completes_one():
+    world = World()
+    agents = [FakeAgent(world, "1", element, f"n{element}", replica=2, lanes=2) for element in range(3)]
+    for agent in agents:
+        agent.register()
+        agent.ready()
+    world.run(3.0)
+    job = job_answer(world.core, world.job(), EVERYBODY)
+    assert (job.layout, job.members, job.replicas, job.standbys) == ("F2", [0, 1], 1, [2])
+    last = FakeAgent(world, "1", 3, "n3", replica=2, lanes=2)
+    last.register()
+    last.ready()
+    world.run(3.0)
+    assert job_answer(world.core, world.job(), EVERYBODY).standbys == []
+    boundary(world, 0.5)
+    assert world.job().order == [0, 1, 2, 3]
+
+
+def test_a_job_says_which_ranks_of_its_first_replica_are_missing(snapshot):
+    world = World()
+    for element in (0, 1, 3):
+        agent = FakeAgent(world, "1", element, f"n{element}", replica=4, lanes=4)
+        agent.register()
+        agent.ready()
+    world.run(1.0)
+    assert job_answer(world.core, world.job(), EVERYBODY).waits == "", "the others may just be starting"
+    world.run(2.0)
+    assert job_answer(world.core, world.job(), EVERYBODY).waits == snapshot
+
+
+def test_a_job_that_can_never_make_a_replica_ends_and_says_what_to_do(snapshot):
+    world = World()
+    agents = world.start_job(nodes=2, ranks=1, replica=4, lanes=4)
+    assert world.job().ended.code == 1 and world.job().ended.reason == snapshot
+    assert {message.code for agent in agents for message in agent.orders(wire.End)} == {1}
+
+
+def test_one_rank_of_another_layout_does_not_end_the_job():
+    world = World()
+    agents = [
+        FakeAgent(world, "1", element, f"n{element}", nodes=2, replica=size) for element, size in ((0, 1), (1, 4))
+    ]
+    for agent in agents:
+        agent.register()
+        agent.ready()
+    world.run(5.0)
+    assert world.job().ended is None
+
+
 def test_a_loss_takes_out_its_replica_and_the_living_rank_waits_with_its_state():
     world, agents = started()
     for agent in agents:
@@ -68,6 +119,33 @@ def test_a_loss_takes_out_its_replica_and_the_living_rank_waits_with_its_state()
     assert world.job().plan.assignment == {0: [0, 2, 1, 3, 4, 5, 6, 7]}
     assert failures(world) == ["rank [3]"] and world.job().banished.keys() == {3}
     assert agents[1].ranks[2].incarnation == 0, "its process is kept"
+
+
+def test_shard_groups_get_their_micro_batches_in_rounds():
+    """An array of six elements with one rank each and `Layout(shard=2)`: three groups of two."""
+    world, agents = started(nodes=6, ranks=1, replica=2, lanes=2)
+    assert world.job().plan.assignment == {0: [0, 1, 6, 7], 2: [2, 3], 4: [4, 5]}
+    for agent in agents[:4]:
+        agent.set(agent.slots[0], done=[0, 1] if agent.element < 2 else [2, 3])
+    agents[5].die(5)
+    assert world.job().order == [0, 1, 2, 3] and states(agents)[4] == "standby"
+    assert world.job().plan.assignment == {0: [0, 1, 4, 5], 2: [2, 3, 6, 7]}
+    made = next(event.record for event in reversed(world.log) if event.kind == "plan")
+    assert (made.reused, made.redistributed) == (4, 2), "of the lost group: micro-batches 4 and 5"
+
+
+def test_a_shard_group_of_which_a_rank_has_stopped_is_seen_by_its_share_of_micro_batches():
+    """Its other rank waits in the last round. The shares of an undisturbed iteration are 4, 2 and 2."""
+    world, agents = started(nodes=6, ranks=1, replica=2, lanes=2)
+    world.iterate("1", 0)
+    for agent in agents:
+        agent.prompt = False
+    agents[5].die(5)
+    agents[0].set(0, state="stopped", broken=1, done=[0, 1])
+    agents[2].set(2, state="stopped", broken=1, done=[2, 3])
+    world.run(0.5)
+    assert states(agents)[1] == "stopped", "its mate lacks a round"
+    assert states(agents)[3] == "running", "its mate has finished"
 
 
 def test_a_standby_and_a_new_process_come_in_together_and_get_the_state():

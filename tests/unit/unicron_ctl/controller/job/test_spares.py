@@ -243,6 +243,15 @@ def test_where_a_replica_spans_nodes_the_spares_make_a_whole_one():
     assert len(standing(world)) == 1
 
 
+def test_the_spare_that_takes_the_lost_ones_place_in_the_replica_is_named(snapshot):
+    """The other one comes in beside it: two shard groups over two nodes each."""
+    world, _agents = started(nodes=6, wanted=2, replica=2, lanes=2)
+    power_off(world, "n2")
+    swap(world)
+    assert sorted(world.job().members) == [2, 3, 4, 5] and standing(world) == {0: "ready"}
+    assert world.job().failures[0].actions == snapshot
+
+
 def test_spares_are_rounded_to_whole_replicas(snapshot):
     world, _ = started(nodes=6, wanted=1, replica=2)
     assert sorted(world.job().members) == [0, 1, 2, 3]

@@ -12,7 +12,8 @@ from unicron_ctl.controller.job import transitions
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.log import records
-from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.protocol import structs, wire
+from unicron_transition.snapshot.image_format import SHARD, STATE
 
 PAIR = ("TP2", "TP1")
 MODEL = {
@@ -284,6 +285,51 @@ def test_a_model_rules_out_what_does_not_fit():
     assert stage.job.layout == "PP4" and stage.job.plan.members == [0, 1, 2, 3]
     (job,) = told(stage.world.core, "scenario")["job"]
     assert list(job["layouts"]) == ["TP4", "PP4"]
+
+
+def test_a_model_rules_out_too_few_shards():
+    """Its state has 234 GB, and a GPU 80."""
+    stage = Stage(nodes=4, elements=4, layouts=("F2", "F4"), model=MODEL, gres="gpu:h100:1")
+    assert stage.job.layout == "F4" and stage.job.plan.members == [0, 1, 2, 3]
+    (job,) = told(stage.world.core, "scenario")["job"]
+    assert list(job["layouts"]) == ["F4"]
+
+
+def test_the_plan_resizes_the_shard_groups(snapshot):
+    """Four nodes with a rank each: one group of four. Without the fourth, one of two, and the third waits."""
+    stage = Stage(nodes=4, elements=4, layouts=("F4", "F2"), saved=2)
+    assert (stage.job.layout, stage.job.plan.replica) == ("F4", 4)
+    assert stage.job.plan.assignment == {0: list(range(8))}
+    stage.train(4)
+    stage.power_off("n4")
+    stage.world.run(2.0)
+    assert (stage.job.layout, stage.job.phase) == ("F2", "forming")
+    stage.ready()
+    stage.world.run(3.0)
+    assert (stage.job.phase, stage.job.plan.members, stage.job.plan.replica) == ("running", [0, 1], 2)
+    assert stage.job.plan.assignment == {0: list(range(8))}
+    assert (stage.status().layout, stage.status().standbys) == ("F2", [2])
+    assert status_tables.replicas(stage.status()) == snapshot
+    stage.train(2)
+    stage.world.check_replay()
+
+
+@pytest.mark.parametrize("size", [4, 2])
+@pytest.mark.parametrize(("kind", "mark", "fact"), [(STATE, "m", "remembers"), (SHARD, "00000", "sharded")])
+def test_nobody_waits_for_the_images_of_the_layout_before(kind, mark, fact, size, monkeypatch):
+    """Defect: those of places 0 and 1 of four counted as the newest state of a group of two, which fetched them for two
+    minutes in vain. So would those of as many ranks that share the model in another way."""
+    monkeypatch.setattr(FakeAgent, "memory", True)
+    stage = Stage(nodes=4, elements=4, layouts=("F4", "F2"), saved=2)
+    stage.train(4)
+    stage.power_off("n4")
+    stage.world.run(2.0)
+    for element, agent in stage.agents().items():
+        agent.images = [structs.Image(kind, element, 4, element % size, size, 0, 1, 1, mark)]
+        agent.set(element, state="waiting", iteration=2, **{fact: True})
+    stage.world.run(3.0)
+    assert not stage.messages(wire.Fetch)
+    assert (stage.job.phase, stage.job.plan.members, stage.job.plan.iteration) == ("running", [0, 1], 2)
 
 
 def test_agents_with_other_layouts_are_refused(snapshot):

@@ -497,6 +497,21 @@ def test_hostile_phases_are_ignored(world):
     assert world.core.runtimes["1"].sensors.times.phases.comparable() == {}
 
 
+def test_shard_groups_are_compared_by_their_rounds():
+    """Of five micro-batches one group of two computes three, in two rounds, and another one two, in one."""
+    world = World()
+    agents = world.start_job(nodes=4, replica=2, lanes=2)
+    for agent, done in zip(agents, ([0, 1, 4], [], [2, 3], []), strict=True):
+        rounds, (slot,) = 2 if agent.element < 2 else 1, agent.slots
+        times = [0.0, 0.1 * rounds, 0.2 * rounds, 0.6 - 0.3 * rounds, 0.1, 0.0]
+        agent.report(0, structs.RankStep(slot, done, 0.7, 1.0, None, times), total=5)
+    found = world.core.runtimes["1"].sensors.times.phases.comparable()
+    assert found.keys() == {0, 2}, "the heads"
+    assert [found[0][phase] for phase in structs.PHASES] == pytest.approx(
+        [found[2][p] for p in structs.PHASES], abs=1e-6
+    )
+
+
 def test_an_exception_that_nothing_caught_is_acted_upon_before_the_process_ends(training):
     fault = structs.Fault(
         type="RuntimeError", text="CUDA error: device-side assert triggered", at=1.0, fatal=True, lived=60

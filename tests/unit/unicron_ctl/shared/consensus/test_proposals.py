@@ -109,6 +109,13 @@ def test_agents_go_on_by_replicas_and_leave_the_rest_as_standbys():
     assert make_proposal(company(4, 2), {e: promise(e) for e in (0, 2)}, 2, (1, 0), "agent0") is None
 
 
+def test_agents_deal_to_shard_groups_in_rounds():
+    group = {"replica": 2, "layout": "F2", "micro_batches": 9}
+    promises = {e: promise(e, done=[0, 1] if e < 2 else [2, 3], **group) for e in range(4)}
+    _, following = make_proposal(company(6, 2), promises, 2, (1, 0), "agent0")
+    assert following.assignment == {0: [0, 1, 4, 5, 8], 2: [2, 3, 6, 7]}
+
+
 def test_each_agent_gets_the_micro_batches_of_its_replicas():
     crowd = company(2 * PROPOSERS + 2, 2)
     proposal, _ = make_proposal(crowd, {e: promise(e, iteration=1) for e in crowd.elements}, 2, (1, 0), "agent0")

@@ -17,13 +17,13 @@ from unicron_transition.generations import layout
 TOTAL = 8
 
 
-def stopped(iteration: int, phase: str = "computing", done: Any = (), *shards: Shards) -> RankStatus:
-    return RankStatus(state="stopped", iteration=iteration, phase=phase, done=list(done), shards=list(shards))
+def stopped(iteration: int, phase: str = "computing", done: Any = (), *shards: Shards, **more: Any) -> RankStatus:
+    return RankStatus(state="stopped", iteration=iteration, phase=phase, done=list(done), shards=list(shards), **more)
 
 
-def alike(slots: Any, iteration: int, phase: str = "computing", done: Any = ()) -> dict[int, RankStatus]:
+def alike(slots: Any, iteration: int, phase: str = "computing", done: Any = (), **more: Any) -> dict[int, RankStatus]:
     """These slots have stopped in the same way."""
-    return {slot: stopped(iteration, phase, done) for slot in slots}
+    return {slot: stopped(iteration, phase, done, **more) for slot in slots}
 
 
 def is_partition(assignment: dict[int, list[int]], total: int = TOTAL) -> bool:
@@ -43,6 +43,7 @@ class Case(NamedTuple):
 
 
 PAIRS = {"size": 2, "former": [0, 1, 2, 3]}
+SHARD_GROUP: dict[str, Any] = {"replica": 2, "layout": "F2"}
 SINGLE: dict[str, Case] = {
     "before the reduce the dead rank's share is dealt round-robin": Case(
         {0: stopped(7, done=[0, 4]), 1: stopped(7, "reducing", [1, 5]), 3: stopped(7, done=[3])},
@@ -209,6 +210,18 @@ REPLICAS: dict[str, Case] = {
         says=True,
         more=PAIRS,
     ),
+    "shard groups get as many at a time as they compute at a time": Case(
+        alike((0, 1), 7, done=(0, 1), **SHARD_GROUP) | alike((4, 5), 7, done=(4, 5), **SHARD_GROUP),
+        9,
+        {"assignment": {0: [0, 1, 2, 3, 8], 4: [4, 5, 6, 7]}, "reused": 4},
+        more={"size": 2, "former": list(range(6))},
+    ),
+    "lanes that make no replica are not believed": Case(
+        alike((0, 1), 7, replica=2, layout="F3") | alike((2, 3), 7, replica=2, layout="F3"),
+        4,
+        {"assignment": {0: [0, 2], 2: [1, 3]}},
+        more=PAIRS,
+    ),
     "the first iteration of replicas is like any other": Case(
         {slot: stopped(0, done=(slot // 2,)) for slot in range(4)},
         2,
@@ -301,29 +314,32 @@ def test_reports_that_cannot_be_degrade_and_never_crash(reports, total):
 def broken_generations(draw):
     """Reports as the protocol can produce them, of replicas that may be composed of any slots."""
     size = draw(st.sampled_from([1, 2, 3, 4]))
+    lanes = draw(st.sampled_from([lanes for lanes in range(1, size + 1) if size % lanes == 0]))
+    shape = {"replica": size, "layout": layout.Layout(size // lanes, shard=lanes).text}
     count = draw(st.integers(1, 4))
     places = [draw(st.permutations(range(count))) for _ in range(size)]
     former = layout.arrange([[places[p][d] * size + p for p in range(size)] for d in range(count)])
     top, stepped = draw(st.integers(1, 9)), draw(st.booleans())
     reports = {}
     for number, replica in enumerate(layout.replicas(former, size)):
-        share = [index for index in range(TOTAL) if index % count == number]
+        share = layout.deal(TOTAL, count, number, lanes)
+        rounds = draw(st.integers(0, len(share)))
         for slot in replica:
             if draw(st.integers(0, 3)) == 0:
                 continue
             if stepped:
                 phase = draw(st.sampled_from(["synced", "stepped"]))
-                reports[slot] = stopped(top - 1, phase, tuple(share))
+                reports[slot] = stopped(top - 1, phase, tuple(share), **shape)
             else:
                 phase = draw(st.sampled_from(["computing", "reducing", "synced"]))
-                done = share if phase != "computing" or draw(st.booleans()) else []
-                reports[slot] = stopped(top, phase, tuple(done))
-    return size, former, reports
+                done = share if phase != "computing" else share[: rounds * lanes * draw(st.integers(0, 1))]
+                reports[slot] = stopped(top, phase, tuple(done), **shape)
+    return size, lanes, former, reports
 
 
 @given(broken_generations())
 def test_members_are_complete_replicas_and_each_micro_batch_is_somebodys_once(case):
-    size, former, reports = case
+    size, lanes, former, reports = case
     found = decide(reports, TOTAL, size=size, former=former)
     living = [sum(slot % size == place for slot in reports) for place in range(size)]
     if found is None:
@@ -337,11 +353,14 @@ def test_members_are_complete_replicas_and_each_micro_batch_is_somebodys_once(ca
     whole = [one for one in layout.replicas(former, size) if set(one) <= reports.keys()]
     after = layout.replicas(found.members, size)
     assert all(one in after for one in whole), "a healthy replica stays as it is"
+    kept = {head: set[int]() for head in found.assignment}
     if found.step is None:
         for one in whole:
-            common = set.intersection(*(set(reports[slot].done) for slot in one))
-            kept = common if all(reports[slot].phase != "stepped" for slot in one) else set()
-            assert kept <= set(found.assignment[one[0]])
+            if all(reports[slot].phase != "stepped" for slot in one):
+                kept[one[0]] = set.intersection(*(set(reports[slot].done) for slot in one))
+                assert kept[one[0]] <= set(found.assignment[one[0]])
+        rounds = [-(-len(set(found.assignment[head]) - had) // lanes) for head, had in kept.items()]
+        assert max(rounds) - min(rounds) <= 1, "what is left takes all replicas as long"
     else:
         assert all(reports[s].phase == "stepped" or reports[s].phase == "synced" for s in found.members)
 
