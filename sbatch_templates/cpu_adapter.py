@@ -5,18 +5,19 @@ defines a name that Megatron's experts look for without Transformer Engine. Else
 what megatron-core asks of CUDA without a switch to turn it off. The rest of what a CPU run needs are ordinary options:
 `use_cpu_initialization=True`, the local (non-TE) layer specification, gloo.
 
-Tried with GPT training in fp32, bf16 and fp16, mixtures of experts and multi-token prediction. Sequence and expert
-parallelism, context parallelism, FSDP, CUDA graphs and checkpoints of the distributed optimizer need more than this.
+Tried with GPT training in fp32, bf16 and fp16, mixtures of experts with expert and sequence parallelism, and
+multi-token prediction. Context parallelism, FSDP, CUDA graphs and checkpoints of the distributed optimizer need more
+than this.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from types import SimpleNamespace
 from typing import Any
 
 WRITTEN_FOR = ("0.16", "0.17", "0.18", "0.19")
@@ -34,6 +35,24 @@ _FACTORIES = (
     "zeros",
     "zeros_like",
 )
+
+
+class _Stream:
+    """The stream of a device that is done with everything at once, and any of its events."""
+
+    def record_event(self, event: Any = None) -> _Stream:
+        return self
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
 _MARK = "_unicron_cpu_adapter"  # on torch: this file may be imported under two names, `sbatch_templates.` and its own
 
 
@@ -58,6 +77,8 @@ def install() -> bool:
         _patch_tensor(torch)
         _patch_random(torch)
         _patch_experts()
+        _patch_dispatchers()
+        _patch_norms()
         setattr(torch, _MARK, True)
     return True
 
@@ -94,8 +115,10 @@ def _patch_device(torch: Any) -> None:
     torch.cuda.current_device = lambda: cpu
     # Pipeline send and receive, and DDP's buffer off-loading, wait for the stream; on CPU everything is already done.
     torch.cuda.synchronize = lambda device=None: None
-    stream = SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda other: None)
-    torch.cuda.current_stream = lambda device=None: stream
+    torch.cuda.Stream = _Stream
+    torch.cuda.current_stream = lambda device=None: _Stream()
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.Tensor.record_stream = lambda self, stream: None
 
 
 def _patch_factories(torch: Any) -> None:
@@ -138,6 +161,34 @@ def _patch_experts() -> None:
 
     if not moe_utils.HAVE_TE:
         moe_utils.te_general_gemm = None
+
+
+def _patch_dispatchers() -> None:
+    # The all-to-all takes its sizes as numbers, of which Megatron makes an array only when it moves them from a GPU.
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = numbers
+
+
+def _patch_norms() -> None:
+    # torch's norms do for sequence parallelism, too: Megatron only wants their parameters marked, whose gradients it
+    # then sums over the tensor-parallel ranks. Mixtures of experts need it if there are several of these.
+    from megatron.core.transformer import torch_norm
+
+    build = torch_norm.WrappedTorchNorm.__new__
+
+    def build_marked(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = build(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    torch_norm.WrappedTorchNorm.__new__ = build_marked
 
 
 def _patch_random(torch: Any) -> None:

@@ -32,16 +32,6 @@ OPTIONS = (
 ).split()
 
 
-class _Stream:
-    """The stream of a device that is done with everything at once."""
-
-    def wait_stream(self, other: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
 def install() -> bool:
     """Let `megatron.training` train without CUDA. False where CUDA is available, and nothing was done."""
     from cpu_adapter import install as adapt
@@ -60,9 +50,6 @@ def install() -> bool:
 def _pretend_device(torch: Any) -> None:
     torch.cuda.device_count = lambda: 1
     torch.cuda.set_device = lambda device: None
-    torch.cuda.Stream = _Stream
-    torch.cuda.current_stream = lambda device=None: _Stream()
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()
     # Megatron-LM asks older ones for CUDA_DEVICE_MAX_CONNECTIONS=1, which is about the order of kernels.
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(major=10, minor=0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.flips import flip
-from tests.support.halves import SETTINGS, Halves
+from tests.support.halves import SETTINGS, SHARED_EXPERTS, Halves
 from unicron_transition.snapshot import folders
 
 pytestmark = pytest.mark.process
@@ -19,8 +19,14 @@ def losses(rows: list[dict]) -> dict[int, float]:
     return {row["iteration"]: row["loss"] for row in rows}
 
 
-def test_a_node_that_alone_had_half_of_the_model_is_lost_with_its_memory(tmp_path: Path) -> None:
-    with Halves(tmp_path, nodes=2, **SETTINGS) as job:
+KINDS = pytest.mark.parametrize(
+    "kind", [{}, pytest.param(SHARED_EXPERTS, marks=pytest.mark.wide)], ids=["tensors", "experts"]
+)
+
+
+@KINDS
+def test_a_node_that_alone_had_half_of_the_model_is_lost_with_its_memory(tmp_path: Path, kind: dict[str, str]) -> None:
+    with Halves(tmp_path, nodes=2, **SETTINGS | kind) as job:
         cut = job.both_copied()
         job.power_failure(1, "n1")
         before = job.array.losses(0)
@@ -85,9 +91,10 @@ def test_a_hot_spare_takes_a_lost_half_with_the_state_that_lies_in_its_own_node(
 
 
 @pytest.mark.long
-def test_two_copies_bear_the_loss_of_both_nodes_that_train_a_half(tmp_path: Path) -> None:
+@KINDS
+def test_two_copies_bear_the_loss_of_both_nodes_that_train_a_half(tmp_path: Path, kind: dict[str, str]) -> None:
     """Two replicas: the halves of both nodes are gone, each with the memory in which it lay."""
-    with Halves(tmp_path, nodes=4, UNICRON_STATE_COPIES="2", **SETTINGS) as job:
+    with Halves(tmp_path, nodes=4, UNICRON_STATE_COPIES="2", **SETTINGS | kind) as job:
         job.wait(lambda: job.trains([0, 1, 2, 3], 1), "training")
         first = job.wait(
             lambda: [one for n in ("n1", "n3") for s in (0, 2) for one in job.copies(n, s)], "a third copy"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import proof
-from tests.support.matrix import LAYOUTS, size_of
+from tests.support.matrix import EIGHT, LAYOUTS, SHARED_EXPERTS, lanes_of, size_of
 from tests.support.moments import fault
 from tests.support.processes import ROOT
 from tests.support.rank_harness import Ranks
@@ -31,7 +31,9 @@ KINDS = {
     "tp": ("tp", {}),
     "pp-sharded": ("pp", {"TINY_DISTOPT": "1", "TINY_OVERLAP": "1", "TINY_GATHER": "1"}),
     "vpp": ("vpp", {}),
+    "ep": ("ep", EIGHT),
 }
+SHAPES = LAYOUTS | SHARED_EXPERTS
 
 
 def values(out: Path) -> dict[int, set[float]]:
@@ -46,12 +48,12 @@ def values(out: Path) -> dict[int, set[float]]:
 
 def trained(out: Path, kind: str, faults: list[dict], **keywords) -> Ranks:
     layout, settings = KINDS[kind]
-    shape, replicas = LAYOUTS[layout]
+    shape, replicas = SHAPES[layout]
     size = size_of(shape)
     environment = {"TINY_LAYOUT": shape, "TINY_ITERATIONS": str(ITERATIONS), "TINY_EVALUATE": "7", **settings}
     ranks = Ranks(out, min(replicas, 3) * size, faults, fork=True, replica=size, **environment, **keywords)
     ranks.drive()
-    proof.exactly_once(ranks, ITERATIONS)
+    proof.exactly_once(ranks, ITERATIONS, lanes_of(shape))
     return ranks
 
 
@@ -91,7 +93,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "moment"), CASES)
 def test_a_loss_in_an_evaluation_is_healed(references, tmp_path, kind, moment):
-    reference, size = references(kind), size_of(LAYOUTS[KINDS[kind][0]][0])
+    reference, size = references(kind), size_of(SHAPES[KINDS[kind][0]][0])
     faults = [each | {"slot": size if each["slot"] < 0 else each["slot"]} for each in MOMENTS[moment]]
     ranks = trained(tmp_path, kind, faults)
     assert ranks.breaks

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support import proof
+from tests.support.matrix import size_of
 from tests.support.rank_harness import Ranks
 from unicron_transition.snapshot.checkpoint import Checkpoints
 
@@ -20,11 +21,10 @@ LOSSES_ROUNDED = 1e-3
 def train(out, layout: str, replicas: int, saves, iterations: int, *faults: dict, **keywords) -> Ranks:
     """Run it to its end; a checkpoint every other iteration. layout: TP PP VPP, and whether sharded."""
     sharded, layout = layout.endswith(SHARDED), layout.removesuffix(SHARDED)
-    tensor, pipeline, _ = map(int, layout.split())
     settings = {"TINY_LAYOUT": layout, "TINY_LAYERS": "4", "TINY_ITERATIONS": str(iterations)}
     settings |= {"TINY_CHECKPOINTS": str(saves), "TINY_DISTOPT": str(int(sharded))}
     out.mkdir()
-    size = tensor * pipeline
+    size = size_of(layout)
     ranks = Ranks(out, replicas * size, list(faults), fork=True, replica=size, **settings, **keywords)
     ranks.drive()
     return ranks
@@ -87,6 +87,27 @@ def test_experts_with_their_biases_and_further_tokens_go_on_too(tmp_path, undist
     train(tmp_path / "one", *one, saves, 4, **settings)
     train(tmp_path / "other", *other, saves, 6, **settings)
     found = losses(tmp_path / "one") | losses(tmp_path / "other")
+    proof.close(found, undisturbed(*one, **settings), LOSSES_ROUNDED)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("1 1 1 2 1", 1), ("1 1 1", 1)),
+        pytest.param(("1 1 1", 1), ("1 1 1 2 1", 2), marks=pytest.mark.long),
+        pytest.param(("1 2 1 2 1", 1), ("1 1 1 4 1", 1), marks=pytest.mark.long),
+        (("1 1 1 2 1" + SHARDED, 2), ("1 1 1" + SHARDED, 1)),
+        pytest.param(("1 1 1" + SHARDED, 2), ("1 1 1 2 1" + SHARDED, 2), marks=pytest.mark.long),
+    ],
+)
+def test_experts_that_ranks_share_go_on_with_others(tmp_path, undisturbed, one, other):
+    saves = tmp_path / "saves"
+    settings = {"TINY_EXPERTS": "aux_loss", "TINY_EXPERT_COUNT": "8", "TINY_DISPATCHER": "alltoall"}
+    train(tmp_path / "one", *one, saves, 4, **settings)
+    train(tmp_path / "other", *other, saves, 6, **settings)
+    found = losses(tmp_path / "one") | losses(tmp_path / "other")
+    assert sorted(losses(tmp_path / "other")) == [4, 5]
     proof.close(found, undisturbed(*one, **settings), LOSSES_ROUNDED)
 
 

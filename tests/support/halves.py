@@ -9,6 +9,12 @@ from tests.support.jobs import World
 from unicron_transition.snapshot.image_format import ImagePage, inventory
 
 SETTINGS = {"TINY_ITERATIONS": "100000", "TINY_SLOW": "0.05", "TINY_LAYOUT": "2 1 1"}
+SHARED_EXPERTS = {  # each node has half of the experts
+    "TINY_LAYOUT": "1 1 1 2 1",
+    "TINY_EXPERTS": "aux_loss",
+    "TINY_EXPERT_COUNT": "8",
+    "TINY_DISPATCHER": "alltoall",
+}
 
 
 class Halves(World):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,15 @@ LAYOUTS = {  # TP PP VPP, replicas
     "vpp": ("1 2 2", 2),
     "tp-pp": ("2 2 1", 2),
 }
+SHARED_EXPERTS = {  # TP PP VPP EP ETP, replicas
+    "ep": ("1 1 1 2 1", 2),
+    "ep-tp": ("2 1 1 2 1", 2),  # the experts are shared by the tensor-parallel ranks alone
+    "ep-etp": ("2 1 1 2 2", 2),
+    "ep-pp": ("1 2 1 2 1", 2),
+    "ep-vpp": ("1 2 2 2 1", 2),
+    "ep-alone": ("2 1 1 2 2", 1),
+}
+EIGHT = {"TINY_EXPERTS": "aux_loss", "TINY_EXPERT_COUNT": "8", "TINY_DISPATCHER": "alltoall"}
 KINDS: dict[str, dict[str, str]] = {
     "plain": {},
     "overlap": {"TINY_OVERLAP": "1"},
@@ -37,6 +47,13 @@ KINDS: dict[str, dict[str, str]] = {
     "experts-bias": {"TINY_EXPERTS": "bias", "TINY_FP16": str(2.0**19)},  # too large in the first and the last
     "experts-sequence": {"TINY_EXPERTS": "seq_aux_loss", "TINY_OVERLAP": "1", "TINY_BF16": "1"},
     "sharded-experts": {"TINY_EXPERTS": "bias", "TINY_DISTOPT": "1", "TINY_OVERLAP": "1"},
+    "eight": EIGHT,
+    "eight-allgather": EIGHT | {"TINY_DISPATCHER": "allgather", "TINY_TOKENS": "1"},
+    "eight-bias": EIGHT | {"TINY_EXPERTS": "bias", "TINY_BF16": "1"},
+    "eight-fp16": EIGHT | {"TINY_FP16": str(2.0**19)},
+    "eight-overlap": EIGHT | {"TINY_OVERLAP": "1", "TINY_MTP": "1"},
+    "eight-sharded": EIGHT | {"TINY_DISTOPT": "1"},
+    "eight-sharded-overlap": EIGHT | {"TINY_DISTOPT": "1", "TINY_OVERLAP": "1", "TINY_GATHER": "1"},
     "mtp": {"TINY_MTP": "1"},
     "sharded-mtp": {"TINY_MTP": "2", "TINY_EXPERTS": "aux_loss", "TINY_DISTOPT": "1", "TINY_TOKENS": "1"},
 }
@@ -44,16 +61,22 @@ KINDS: dict[str, dict[str, str]] = {
 
 def size_of(layout: str) -> int:
     """Ranks of a replica, by a shape of :data:`LAYOUTS`."""
-    tensor, pipeline, _ = map(int, layout.split())
-    return tensor * pipeline
+    tensor, pipeline, _, *shared = map(int, layout.split())
+    return tensor * pipeline * lanes_of(layout) if shared else tensor * pipeline
+
+
+def lanes_of(layout: str) -> int:
+    """Data-parallel ranks that share experts."""
+    tensor, _, _, *shared = map(int, layout.split())
+    return math.lcm(math.prod(shared), tensor) // tensor if shared else 1
 
 
 def train(out: Path, layout: str, settings: dict[str, str], faults: list[dict], **keywords: Any) -> Ranks:
     """One run to its end, its ledgers proven. layout: a name of :data:`LAYOUTS`."""
-    shape, replicas = LAYOUTS[layout]
+    shape, replicas = (LAYOUTS | SHARED_EXPERTS)[layout]
     size = size_of(shape)
     environment = {"TINY_LAYOUT": shape, "TINY_ITERATIONS": str(ITERATIONS), **settings}
     ranks = Ranks(out, replicas * size, faults, fork=True, replica=size, **keywords, **environment)
     ranks.drive()
-    proof.exactly_once(ranks, ITERATIONS)
+    proof.exactly_once(ranks, ITERATIONS, lanes_of(shape))
     return ranks

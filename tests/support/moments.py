@@ -15,6 +15,7 @@ def moments(size: int, normed: int = 1, proof: int = 1) -> dict[str, list[dict]]
     return {
         "data": [fault(first, 1, "fetch", 1)],
         "backward": [fault(last, 1, "backward", 1)],
+        "tokens": [fault(last, 1, "tokens", 3)],
         "reduce": [fault(first, 1, "reduce", 0)],
         "in-reduce": [fault(last, 1, "reduce", 0, kind="late", delay=0.001)],
         "proof": [fault(last, 1, "reduce", proof)],

@@ -1,22 +1,24 @@
 """A small GPT under a Session, with faults at exact points: what the rank tests run as a training script.
 
-Environment, beside that of `fault_points`: TINY_LAYOUT "TP PP VPP", by default 1 each; TINY_DISTOPT=1 for the
-distributed optimizer, TINY_GATHER=1 for its gathers overlapped; TINY_SILENT=1: collectives of a broken generation give
-garbage; TINY_BF16=1; TINY_FP16 the first loss scale; TINY_TOKENS=1 for a loss per token; TINY_EXPERTS how a mixture of
-experts is balanced, by a loss ("aux_loss", "seq_aux_loss") or "bias"; TINY_MTP layers of multi-token prediction;
+Environment, beside that of `fault_points`: TINY_LAYOUT "TP PP VPP", by default 1 each, or "TP PP VPP EP ETP";
+TINY_DISTOPT=1 for the distributed optimizer, TINY_GATHER=1 for its gathers overlapped; TINY_SILENT=1: collectives of a
+broken generation give garbage; TINY_BF16=1; TINY_FP16 the first loss scale; TINY_TOKENS=1 for a loss per token;
+TINY_EXPERTS how a mixture of experts is balanced, by a loss ("aux_loss", "seq_aux_loss") or "bias"; TINY_EXPERT_COUNT
+experts (4), TINY_DISPATCHER of tokens ("allgather", "alltoall"); TINY_MTP layers of multi-token prediction;
 TINY_GATED=1 for SwiGLU, RMSNorm, an output layer of its own, and no biases; TINY_QUERY_NORMS=1; TINY_DROPOUT;
 TINY_LAYERS, TINY_HIDDEN; TINY_SEQUENCE tokens, TINY_SIZE sequences of a micro-batch; TINY_RATE of learning; TINY_RULE:
 this part of the tokens follows from the one before; TINY_OVERLAP=1 for overlapped reduces of many buckets; TINY_SAVE
-iterations whose gradients and parameters are saved; TINY_CHECKPOINTS a folder, TINY_CHECKPOINT_EVERY so many iterations
-(2), TINY_BEGIN a checkpoint of another format to begin from. TINY_FROZEN=1: two parameters are not trained, one of them
-split by tensor parallelism, and have their values from the slot's first process alone; "built": the same two, as they
-are built.
+iterations whose gradients and parameters are saved; TINY_CHECKPOINTS a folder, TINY_CHECKPOINT_EVERY so many
+iterations (2), TINY_BEGIN a checkpoint of another format to begin from. TINY_FROZEN=1: two parameters are not trained,
+one of them split by tensor parallelism, and have their values from the slot's first process alone; "built": the same
+two, as they are built.
 
-`at` has one more place: "norm" of the gradients, in the optimizer's step.
+`at` has two more places: "norm" of the gradients, in the optimizer's step, and "tokens" on their way to experts.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
@@ -51,7 +53,7 @@ from tests.support.fault_points import (  # noqa: E402
 
 RATE, RULE = float(os.environ.get("TINY_RATE", "5e-3")), float(os.environ.get("TINY_RULE", "0"))
 SEQUENCE, VOCABULARY, SIZE = int(os.environ.get("TINY_SEQUENCE", "32")), 128, int(os.environ.get("TINY_SIZE", "2"))
-TENSOR, PIPELINE, VIRTUAL = map(int, os.environ.get("TINY_LAYOUT", "1 1 1").split())
+TENSOR, PIPELINE, VIRTUAL, *SHARED = map(int, os.environ.get("TINY_LAYOUT", "1 1 1").split())
 if "UNICRON_LAYOUT" in os.environ:  # the job has stated several
     TOLD, VIRTUAL = layout.parse_layout(os.environ["UNICRON_LAYOUT"])
     TENSOR, PIPELINE = TOLD.tensor, TOLD.pipeline
@@ -60,6 +62,8 @@ DROPOUT = float(os.environ.get("TINY_DROPOUT", "0"))
 TOKENS, BF16, DISTOPT, GATED, QUERY_NORMS = (
     os.environ.get(f"TINY_{name}") == "1" for name in ("TOKENS", "BF16", "DISTOPT", "GATED", "QUERY_NORMS")
 )
+DISPATCHER = os.environ.get("TINY_DISPATCHER", "allgather")
+EXPERT_RANKS, EXPERT_TENSOR = SHARED or (1, TENSOR)
 EXPERTS, MTP = os.environ.get("TINY_EXPERTS", ""), int(os.environ.get("TINY_MTP", "0"))
 FP16 = float(os.environ.get("TINY_FP16", "0"))
 LAYERS = int(os.environ.get("TINY_LAYERS", str(max(2, PIPELINE * VIRTUAL))))
@@ -133,7 +137,11 @@ def experts() -> dict:
         return {}
     by_bias = EXPERTS == "bias"
     return {
-        "num_moe_experts": 4,
+        "num_moe_experts": int(os.environ.get("TINY_EXPERT_COUNT", "4")),
+        "moe_token_dispatcher_type": DISPATCHER,
+        "expert_model_parallel_size": EXPERT_RANKS,
+        "expert_tensor_parallel_size": EXPERT_TENSOR,
+        "sequence_parallel": TENSOR > 1,  # Megatron wants it
         "moe_router_topk": 2,
         "moe_router_load_balancing_type": "none" if by_bias else EXPERTS,
         "moe_aux_loss_coeff": 0.0 if by_bias else 0.1,
@@ -297,6 +305,14 @@ def fail_silently() -> None:
     silent_reduces()
 
 
+def reduces(group) -> bool:
+    """Whether a reduce over the group is one of gradients or of the proof: not of tensor parallelism of one rank, which
+    has no peer and no fault. Shared experts have a group of their own."""
+    if group is None or group == parallel_state.get_data_parallel_group(with_context_parallel=True):
+        return True
+    return EXPERT_RANKS > 1 and group == parallel_state.get_expert_data_parallel_group()
+
+
 def install_points(chunks, optimizer) -> None:
     """Fault points around everything that a generation does; the optimizer also saves what it got and what it made."""
     step = optimizer.step
@@ -322,10 +338,9 @@ def install_points(chunks, optimizer) -> None:
         return outcome
 
     optimizer.step = saving_step
-    around_reduces(  # not of tensor parallelism of one rank: no peer, no fault
-        lambda group: group in (None, parallel_state.get_data_parallel_group(with_context_parallel=True))
-    )
+    around_reduces(reduces)
     around(optimizer.chained_optimizers[0], "get_grad_norm", "norm")
+    around(dist, "all_to_all_single", "tokens")
     around_generations()
 
 
@@ -368,11 +383,14 @@ def plain_iteration(chunks, optimizer, scheduler, number: int, mine) -> list[dic
 
 def main() -> None:
     """Train, and save each iteration's gradient, parameters and loss."""
-    unicron.init_process_group("gloo", unicron.Layout(tensor=TENSOR, pipeline=PIPELINE))
+    lanes = math.lcm(EXPERT_RANKS * EXPERT_TENSOR, TENSOR) // TENSOR
+    unicron.init_process_group("gloo", unicron.Layout(tensor=TENSOR, pipeline=PIPELINE, expert=lanes))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=TENSOR,
         pipeline_model_parallel_size=PIPELINE,
         virtual_pipeline_model_parallel_size=VIRTUAL if VIRTUAL > 1 else None,
+        expert_model_parallel_size=EXPERT_RANKS,
+        expert_tensor_parallel_size=EXPERT_TENSOR if EXPERTS else None,
     )
     if os.environ.get("TINY_SILENT") == "1":
         fail_silently()

@@ -46,6 +46,12 @@ def lines(log: str) -> list[Line]:
     return [Line(int(m["iteration"]), int(m["samples"]), float(m["loss"]), float(m["norm"])) for m in found]
 
 
+def numbers(log: str, name: str) -> dict[int, float]:
+    """iteration -> this number of its line, of the lines that have it."""
+    found = re.findall(rf" iteration +(\d+)/.*? {re.escape(name)}: (\S+) \|", log)
+    return {int(iteration): float(value) for iteration, value in found}
+
+
 VALUE = re.compile(r" validation loss at (iteration \d+(?: on \w+ set)?) \| lm loss value: (\S+) ")
 
 

@@ -77,8 +77,8 @@ class Exchange:
 
     @property
     def _megatrons(self) -> bool:
-        """Whether the groups are Megatron's."""
-        return bool(megatron_core.parallel_groups())
+        """Whether the groups are Megatron's. With lanes, its data-parallel group is of the ranks at several places."""
+        return self._process.layout.lanes == 1 and bool(megatron_core.parallel_groups())
 
     # ------------------------------------------------------------ sums and largest numbers
     def inside(self, numbers: Sequence[float]) -> list[float]:

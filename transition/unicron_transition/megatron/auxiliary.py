@@ -5,7 +5,8 @@ one over the number of micro-batches of the schedule's call. Here every micro-ba
 so the scale is set again when its backward pass begins. In an undisturbed run it is the same number.
 
 The bias of an expert follows the number of tokens that the expert got in the whole iteration. These counts belong to
-the gradient: they are dropped, kept and undone with it. The new biases take effect at the commit.
+the gradient: they are dropped, kept and undone with it. The new biases take effect at the commit. The sums of
+auxiliary losses that Megatron logs belong to the gradient as well: each micro-batch counts once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from unicron_transition.iteration.accumulation import DeferredChanges
+from unicron_transition.seams import megatron_trackers
 
 _SCALERS = (  # (module, class that adds an auxiliary loss's gradient, the setting that makes the model use it)
     ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler", "num_moe_experts"),
@@ -37,6 +39,9 @@ class Auxiliary:
         self._routers = [routers(chunk) for chunk in model]
         self._frozen: dict[int, list[torch.Tensor]] = {}  # chunk -> its counts without padding
         self._reduced: list[torch.Tensor] | None = None  # the counts before the reduce
+        self._logged: dict[str, torch.Tensor] = {}  # what the log had when the iteration began
+        self._muted: dict[str, torch.Tensor] | None = None  # what it had before a backward pass of padding
+        self._settled = True  # no iteration has begun since the last commit
         for router in self._all:
             # In the model's precision, which Megatron uses, large counts are not exact.
             router.local_tokens_per_expert = router.local_tokens_per_expert.float()
@@ -46,11 +51,18 @@ class Auxiliary:
     def _all(self) -> list[Any]:
         return [router for chunk in self._routers for router in chunk]
 
+    def begin_iteration(self) -> None:
+        """Begin an iteration: what the log has collected of those before stays in it."""
+        if self._settled:
+            self._logged = megatron_trackers.copies()
+        self._settled = False
+
     # ------------------------------------------------------------ computing
     @contextlib.contextmanager
     def forward(self, chunk: int, real: bool) -> Iterator[None]:
         """Wrap the forward pass of a micro-batch; one that fails or is not real (padding) counts nothing."""
-        before = _counts(self._routers[chunk])
+        self._unmute()
+        before, logged = _counts(self._routers[chunk]), megatron_trackers.copies()
         try:
             yield
         except BaseException:
@@ -59,6 +71,12 @@ class Auxiliary:
         finally:
             if not real:
                 _set_counts(self._routers[chunk], before)
+                megatron_trackers.put_back(logged)
+
+    def _unmute(self) -> None:
+        if self._muted is not None:
+            megatron_trackers.put_back(self._muted)
+        self._muted = None
 
     def weigh(self, output: Any, chunk: int, real: bool) -> None:
         """Give the auxiliary losses of a forward pass with this output the weight of its loss."""
@@ -72,19 +90,24 @@ class Auxiliary:
             weight = 1.0 if self._config.calculate_per_token_loss else 1.0 / self.total
             for scaler in self._scalers:
                 scaler.set_loss_scale(scale * (weight if real else 0.0))
-            if not real and chunk not in self._frozen:  # recomputed layers count in the backward pass
-                self._frozen[chunk] = _counts(self._routers[chunk])
+            self._unmute()
+            if not real:  # recomputed layers count in the backward pass
+                self._muted = megatron_trackers.copies()
+                self._frozen.setdefault(chunk, _counts(self._routers[chunk]))
 
         output.register_hook(set_scale)
 
     def end_schedule(self) -> None:
         """Restore the counts from before the padding: the schedule is over."""
+        self._unmute()
         for chunk, counts in self._frozen.items():
             _set_counts(self._routers[chunk], counts)
         self._frozen.clear()
 
     def drop(self) -> None:
         self._frozen.clear()
+        self._muted = None
+        megatron_trackers.put_back(self._logged)
         self._reduced = None
         for router in self._all:
             router.local_tokens_per_expert.zero_()
@@ -95,6 +118,7 @@ class Auxiliary:
         """Wrap Megatron's `finalize_model_grads`, which makes new biases from the counts."""
         all_routers = self._all
         self._reduced = _counts(all_routers)
+        self._pending.add(self._settle_log)
         before = [router.expert_bias.clone() for router in all_routers]
         try:
             yield
@@ -103,6 +127,9 @@ class Auxiliary:
             _set_biases(all_routers, before)
         if all_routers:
             self._pending.add(lambda: _set_biases(all_routers, after))
+
+    def _settle_log(self) -> None:
+        self._settled = True
 
     def restore(self) -> None:
         """Restore this rank's own counts: the reduce is undone."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from unicron_transition.iteration.accumulation import Accumulation, PeerLost, Work, evaluating, wait_out
-from unicron_transition.iteration.ledger import Ledger, Proof
+from unicron_transition.iteration.ledger import Ledger, Loss, Proof, hear_parts, tell_parts
 from unicron_transition.megatron.auxiliary import Auxiliary
 from unicron_transition.seams import elastic_buckets, megatron_core
 from unicron_transition.seams.table import UnsupportedLayout
@@ -59,6 +59,7 @@ class Gradients(Accumulation):
         """Megatron's `forward_step_func(data_iterator, model) -> (output, loss_func)`."""
         self.schedule_arguments = {"seq_length": work.sequence, "micro_batch_size": work.size}
         self.layout, self._coordinate = work.layout, work.layout.coordinate(work.place)._asdict()
+        self._lane, self._mine = work.layout.lane(work.place), set[int]()  # micro-batches in this lane's own gradient
         self.config = get_model_config(self.model[0])
         self.per_token = bool(self.config.calculate_per_token_loss)
         self._auxiliary = Auxiliary(self.model, self.config, work.total, work.pending)
@@ -76,6 +77,7 @@ class Gradients(Accumulation):
 
     # ------------------------------------------------------------ computing
     def begin_iteration(self, ordered: bool, total: int) -> None:
+        self._auxiliary.begin_iteration()
         super().begin_iteration(ordered, total)
         self._auxiliary.total = total
         self._ordered = ordered
@@ -88,6 +90,7 @@ class Gradients(Accumulation):
             chunk.zero_grad_buffer()
         self._snapshots.forget()
         self._auxiliary.drop()
+        self._mine.clear()
         self._deferred, self._whole = None, True
 
     @property
@@ -103,14 +106,15 @@ class Gradients(Accumulation):
             return
         for group in self._bucket_groups():
             group.per_param_grad_ready_counts = {}
-        padded = self._pad(owed)
+        mine, padded = self._share(owed)
         self._in_backward = True
         try:
-            self._run_schedule(self._forward(ledger, len(owed), padded), self._fetch, ledger.iteration, padded)
+            self._run_schedule(self._forward(ledger, len(mine), padded), self._fetch, ledger.iteration, padded)
         finally:
             self._in_backward = False
             self._end_backward(time.perf_counter())
         self._auxiliary.end_schedule()
+        self._mine.update(mine)
         self._finish(ledger, owed if self.layout.size > 1 else owed[-1:])
 
     def evaluate(
@@ -120,11 +124,15 @@ class Gradients(Accumulation):
         if not indices:
             return {}
         results: dict[int, tuple[torch.Tensor, Any]] = {}
-        padded = self._pad(indices)
+        mine, padded = self._share(indices)
         with evaluating(self.model):
             step = self._evaluation_step(iteration, padded, results)
             self._run_schedule(step, fetch, iteration, padded, forward_only=True)
-        return results
+        if self.layout.lanes == 1:
+            return results
+        known = {index: Loss(*results[index]) for index in mine if index in results}
+        shared = hear_parts(self._work.inside(tell_parts(known, indices, 1, 0)), indices, 1)
+        return {index: (torch.as_tensor(loss), tokens) for index, (loss, tokens) in shared.items()}
 
     def _run_schedule(
         self,
@@ -174,12 +182,16 @@ class Gradients(Accumulation):
         if self._sharded and self.model[0].ddp_config.overlap_param_gather:
             elastic_buckets.gather_without_forward(self.model)
 
-    def _pad(self, indices: Sequence[int]) -> list[int]:
-        """Fill the micro-batches up to whole groups for the interleaved schedule, by the last one with weight 0."""
-        if len(self.model) == 1:
-            return list(indices)
-        group = self.config.microbatch_group_size_per_vp_stage or self.layout.pipeline
-        return [*indices, *[indices[-1]] * (-len(indices) % group)]
+    def _share(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return this lane's own of the replica's micro-batches, and those that it computes: its own first, then the
+        last one of all with weight 0. All lanes compute equally many, since their experts exchange tokens in each, and
+        the interleaved schedule takes whole groups."""
+        lanes, mine = self.layout.lanes, list(indices[self._lane :: self.layout.lanes])
+        count = -(-len(indices) // lanes)
+        if len(self.model) > 1:
+            group = self.config.microbatch_group_size_per_vp_stage or self.layout.pipeline
+            count += -count % group
+        return mine, [*mine, *[indices[-1]] * (count - len(mine))]
 
     @contextlib.contextmanager
     def _schedule_configuration(self) -> Iterator[None]:
@@ -240,6 +252,19 @@ class Gradients(Accumulation):
         weight = 1.0 if self.per_token else count / self.total
         return (loss * (weight if real else 0.0), *others)
 
+    # ------------------------------------------------------------ the losses of a replica of several lanes
+    def parts(self, ledger: Ledger) -> list[float]:
+        if self.layout.lanes == 1:
+            return []
+        known = {
+            index: Loss(ledger.losses[index], ledger.tokens[index]) for index in self._mine if index in ledger.losses
+        }
+        return tell_parts(known, sorted(ledger.done), 1, 0)
+
+    def take_parts(self, ledger: Ledger, numbers: Sequence[float]) -> None:
+        if numbers:
+            ledger.shared = hear_parts(numbers, sorted(ledger.done), 1)
+
     # ------------------------------------------------------------ reducing
     def reduce(self, ledger: Ledger, proof: Proof) -> Proof:
         from megatron.core.distributed import finalize_model_grads
@@ -264,7 +289,7 @@ class Gradients(Accumulation):
         if not self.per_token:
             return None
         total = torch.zeros((), dtype=torch.int, device=self._device())
-        for index in ledger.done:
+        for index in self._mine if self.layout.lanes > 1 else ledger.done:
             if (tokens := ledger.tokens.get(index)) is not None:  # only the last stage has them
                 total += tokens.to(total.dtype)
         return total

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unicron_transition.generations.layout import Layout
+from unicron_transition.megatron import limits
 from unicron_transition.seams.megatron_lm import CannotHeal, growing_batches
 
 
@@ -16,33 +17,23 @@ def _options(names: str, advice: str = ": leave it out") -> dict[str, str]:
     return {name: f"--{name.replace('_', '-')}{advice}" for name in names.split()}
 
 
-_COMMUNICATES = ", which communicates between two iterations"
 # Attribute of the arguments -> the words that follow "can't heal". Each option is refused if it is set.
 REFUSED_OPTIONS = {
     **_options(
-        "perform_rl_step hybrid_context_parallel hierarchical_context_parallel_sizes sft vision_pretraining "
-        "moe_use_upcycling",
+        "perform_rl_step hybrid_context_parallel hierarchical_context_parallel_sizes sft vision_pretraining",
         "",
     ),
     **_options(
         "fake_process_group lazy_mpu_init use_tp_pp_dp_mapping use_sharp nccl_communicator_config_path "
         "high_priority_stream_groups create_all_gather_group iterations_to_skip logits_save_dir "
-        "phase_transition_iterations distributed_timeout_seconds_after_init "
-        "check_weight_hash_across_dp_replicas_interval save_dgrads_interval save_wgrads_interval save_params_interval "
-        "save_activations_interval run_workload_inspector_server optimizer_cuda_graph optimizer_cpu_offload"
+        "phase_transition_iterations distributed_timeout_seconds_after_init save_dgrads_interval save_wgrads_interval "
+        "save_params_interval save_activations_interval run_workload_inspector_server optimizer_cuda_graph log_energy"
     ),
     "nccl_ub": "--use-nccl-ub: leave it out",
-    **_options(
-        "log_params_norm log_energy log_max_attention_logit gpu_sniff_test_interval", f"{_COMMUNICATES}: leave it out"
-    ),
-    **_options("log_straggler", f"{_COMMUNICATES}: `unicronctl status` names slow ranks"),
-    **_options("qk_clip", _COMMUNICATES),
-    **_options("num_experts", ", whose log and auxiliary losses communicate between two iterations"),
-    **_options("mtp_num_layers", ", whose log communicates between two iterations"),
-    **_options("use_torch_fsdp2 use_megatron_fsdp", ": use --use-distributed-optimizer"),
+    **_options("log_max_attention_logit", ", which is a part of Megatron-LM's own step: leave it out"),
+    **_options("dsa_indexer_loss_coeff", ", whose log waits for other ranks: leave it out"),
     **_options("inprocess_restart", ", which restarts what unicron keeps: leave it out"),
     **_options("enable_ft_package", ", which would end what unicron heals: leave it out"),
-    **_options("tp_comm_overlap", ", which holds groups of its own: leave it out"),
     **_options("data_parallel_random_init", ": all replicas have to begin alike"),
     **_options("step_batch_size_schedule", ": give --global-batch-size"),
     **_options("fim_data", ", whose samples depend on those before them"),
@@ -61,10 +52,12 @@ REFUSED_OPTIONS = {
 # Attribute -> (the only value that can be healed, the words for any other).
 ONLY = {
     "context_parallel_size": (1, "context parallelism: leave --context-parallel-size out"),
-    "expert_model_parallel_size": (1, "expert parallelism: leave --expert-model-parallel-size out"),
-    "num_distributed_optimizer_instances": (1, "several instances of the distributed optimizer"),
     "dataloader_type": ("single", "--dataloader-type other than single: its samples depend on the number of ranks"),
-    "cuda_graph_impl": ("none", "CUDA graphs, which hold the groups that they were captured with"),
+}
+# Setting of the table of limits -> the option that sets it, where that has another name.
+OPTIONS = {
+    "average_in_collective": "ddp_average_in_collective",
+    "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation",
 }
 
 
@@ -86,7 +79,11 @@ class Folders:
 
 def layout_of(args: Any) -> Layout:
     """Return the layout of a replica that Megatron-LM's arguments state."""
-    return Layout(args.tensor_model_parallel_size, args.context_parallel_size, args.pipeline_model_parallel_size)
+    tensor = args.tensor_model_parallel_size
+    lanes = limits.lanes_of(
+        tensor, getattr(args, "expert_model_parallel_size", 1) or 1, getattr(args, "expert_tensor_parallel_size", None)
+    )
+    return Layout(tensor, args.context_parallel_size, args.pipeline_model_parallel_size, expert=lanes)
 
 
 def take_folders(args: Any) -> Folders:
@@ -124,6 +121,12 @@ def _wrong(args: Any) -> Iterator[str]:
     for name, (value, words) in ONLY.items():
         if getattr(args, name, value) not in (value, None):
             yield words
+    yield from limits.limits_of(
+        lambda name: getattr(args, OPTIONS.get(name, name), None),
+        lambda name: f"--{OPTIONS.get(name, name).replace('_', '-')}",
+    )
+    tied = not getattr(args, "untie_embeddings_and_output_weights", False)
+    yield from limits.over_stages(getattr(args, "mtp_num_layers", None), args.pipeline_model_parallel_size, tied)
     if args.distributed_backend not in ("nccl", "gloo"):
         yield f"--distributed-backend {args.distributed_backend}: use nccl"
     for name in ("micro", "global"):

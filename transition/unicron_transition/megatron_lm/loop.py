@@ -16,6 +16,7 @@ import torch
 from unicron_transition.iteration.ledger import StepResult
 from unicron_transition.iteration.rank_log import inform
 from unicron_transition.megatron_lm import data
+from unicron_transition.megatron_lm.between import Between
 from unicron_transition.megatron_lm.save_load import checkpoints
 from unicron_transition.megatron_lm.validation import IN_LOOP, Evaluation, GivenUp
 from unicron_transition.megatron_lm.world import World
@@ -46,6 +47,7 @@ class Loop:
         self._batches: data.Batches | None = None
         self._writers = Writers(self._next_step, lambda: world.folders.save if world.folders else None)
         self._evaluation: Evaluation | None = None
+        self._between = Between()
 
     def install(self) -> None:
         """Replace the loop's step, the decision on its end, and the writers."""
@@ -54,7 +56,7 @@ class Loop:
         replace(TIMERS, "Timer.stop", _stop)
         replace(TIMERS, "Timers._get_elapsed_time_all_ranks", lambda _: _own_times)
         replace(TRAINING, "print_datetime", _print_datetime)
-        replace(TRAINING, "training_log", _training_log)
+        self._between.install()
         replace(TRAINING, "reduce_max_stat_across_model_parallel_group", lambda _: lambda stat, group=None: stat)
         replace(TRAINING, "train", self._train)
         replace(TRAINING, "train_step", lambda _: self._train_step)
@@ -85,6 +87,7 @@ class Loop:
             def to_the_end() -> Any:
                 while True:
                     self._place(args)
+                    self._between.hold_back(args)
                     config.no_sync_func = config.grad_sync_func = None  # the loop requires to set them itself
                     try:
                         return original(
@@ -93,6 +96,7 @@ class Loop:
                     except (_Elsewhere, GivenUp):
                         continue
 
+            self._between.session = session
             self._evaluation = Evaluation(session, lambda: self._key, to_the_end)
             session.evaluations.make_up = self._making_up(forward_step_func, model, config, *rest, **more)
             try:
@@ -211,6 +215,7 @@ class Loop:
         from megatron.core import parallel_state
         from megatron.training import get_args
 
+        self._between.give_back(get_args())
         self._ask_for_the_end(get_args())
         result = self._ahead or next(self._results, None)
         self._ahead = None
@@ -261,9 +266,8 @@ class Loop:
         self._session.finish()
 
 
-# ---------------------------------------------------------------- between two iterations
-# Nothing there may wait for another rank, because nothing outside of the session is healed. The learning rate and the
-# norm are the same in all ranks. Times in the log are those of the rank that writes it.
+# ---------------------------------------------------------------- times
+# No barrier is needed for them. Those in the log are of the rank that writes it.
 def _start(original: Callable[..., None]) -> Callable[..., None]:
     def start(self: Any, barrier: bool = False) -> None:
         self._started = False  # a schedule that a loss has cut short leaves it running
@@ -297,13 +301,3 @@ def _print_datetime(original: Callable[..., None]) -> Callable[..., None]:
             torch.distributed.barrier = barrier
 
     return print_datetime
-
-
-def _training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the loop log its first iteration at once only at the start of the training, and not when a rank joins."""
-
-    def training_log(losses: Any, totals: Any, rate: Any, iteration: int, *rest: Any, **keywords: Any) -> Any:
-        keywords["is_first_iteration"] = bool(keywords.get("is_first_iteration")) and iteration == 1
-        return original(losses, totals, rate, iteration, *rest, **keywords)
-
-    return training_log

@@ -46,7 +46,7 @@ class World:
         replace(INITIALIZE, "_initialize_distributed", self._initialize)
         replace(INITIALIZE, "_compile_dependencies", _compile)
         replace(GLOBALS, "_set_one_logger", self._in_the_first_replica)
-        replace(TRAINING, "mpu", _AsOneReplica)
+        replace(TRAINING, "mpu", lambda mpu: _AsOneReplica(mpu, lambda: self.layout.lanes))
 
     def _parse(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def parse_args(*arguments: Any, **keywords: Any) -> Any:
@@ -100,16 +100,17 @@ class World:
 class _AsOneReplica:
     """`megatron.core.mpu` for the training loop, whose global batch is that of one replica."""
 
-    def __init__(self, mpu: Any):
-        self._mpu = mpu
+    def __init__(self, mpu: Any, lanes: Callable[[], int] = lambda: 1):
+        self._mpu, self._lanes = mpu, lanes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._mpu, name)
 
     def get_data_parallel_world_size(self, with_context_parallel: bool = False, **more: Any) -> int:
-        """Return 1 for the batch; calls with context parallelism build the model (its buffers in 0.18)."""
+        """Return the replica's lanes for the batch; calls with context parallelism build the model (its buffers in
+        0.18)."""
         if not with_context_parallel:
-            return 1
+            return self._lanes()
         return int(self._mpu.get_data_parallel_world_size(with_context_parallel=True, **more))
 
 

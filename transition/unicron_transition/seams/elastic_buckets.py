@@ -22,6 +22,7 @@ from importlib.abc import MetaPathFinder
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from unicron_transition.seams import megatron_core, table
 from unicron_transition.seams.table import CORE, OPTIMIZER, UnsupportedLayout
@@ -223,7 +224,7 @@ def check(model: Sequence[Any], optimizer: Any) -> None:
             (chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag, "reuse_grad_buf_for_mxfp8_param_ag"),
             (chunk.ddp_config.nccl_ub, "nccl_ub"),
             (any(buffer.param_dtype == torch.uint8 for buffer in megatron_core.buffers(chunk)), "fp8 parameters"),
-            (bool(chunk.expert_parallel_buffers), "expert parallelism"),
+            (lanes([chunk]) == 0, "experts that ranks share across those that share the dense layers"),
         )
     for each in distributed_optimizers(optimizer):
         _refuse(
@@ -238,6 +239,17 @@ def check(model: Sequence[Any], optimizer: Any) -> None:
             )
         for buffer in each.buffers:
             _check_room(buffer)
+
+
+def lanes(model: Sequence[Any]) -> int:
+    """Return how many data-parallel ranks share their experts, next to each other; 0 if they do so in another order."""
+    if not any(chunk.expert_parallel_buffers for chunk in model):
+        return 1
+    dense, experts = (
+        dist.get_process_group_ranks(group) for group in (model[0].intra_dp_cp_group, model[0].intra_expt_dp_group)
+    )
+    count = len(dense) // len(experts)
+    return count if dense[dense.index(dist.get_rank()) % count :: count] == experts else 0
 
 
 def _refuse(*settings: tuple[bool, str]) -> None:
@@ -429,5 +441,5 @@ def rebuild_parameters(model: Sequence[Any], optimizer: Any) -> None:
 def gather_without_forward(model: Sequence[Any]) -> None:
     """Gather, in a rank without micro-batches, like a forward pass with `overlap_param_gather`."""
     for chunk in model:
-        for group in reversed(chunk.bucket_groups):
+        for group in reversed(megatron_core.bucket_groups(chunk)):
             group.finish_param_sync()

@@ -7,6 +7,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from unicron_transition.seams import table
 
 
@@ -69,3 +72,14 @@ def end_was_signalled() -> bool:
     from megatron.training import get_signal_handler
 
     return bool(get_signal_handler()._signal_received)
+
+
+def follow_straggler_detector() -> None:
+    """Give Megatron-LM's detector of slow ranks the present world; collective. All ranks measure, or none: a new one
+    may not know that it was turned off."""
+    detector = importlib.import_module(table.TRAINING).stimer
+    detector.rank, detector.world = dist.get_rank(), dist.get_world_size()
+    off = torch.tensor([float(detector._off)], device=torch.cuda.current_device())
+    dist.all_reduce(off, op=dist.ReduceOp.MAX)
+    if off.item() and not detector._off:
+        detector._off, detector.start, detector.stop = True, detector.null_method, detector.null_method

@@ -406,6 +406,43 @@ MEGATRON_LM = (
         "the first iteration is logged once",
         {"0.18": "+ seqlen_squared_sum_in_batch total_real_tokens_in_batch"},
     ),
+    Seam(
+        TRAINING,
+        "post_training_step_callbacks",
+        "model optimizer opt_param_scheduler iteration prof num_floating_point_operations_since_last_log_event "
+        "nsys_nvtx_context",
+        "a loss in its collectives is recovered",
+    ),
+    Seam("megatron.core.utils", "StragglerDetector.~_off", None, "all ranks measure, or none"),
+    Seam(TRAINING, "calc_params_l2_norm", "model force_create_fp32_copy", "a loss in its collectives is recovered"),
+    Seam(
+        f"{TRANSFORMER}.moe.moe_utils",
+        "reduce_aux_losses_tracker_across_ranks",
+        "track_names pg_collection",
+        "replaced: the session sums what ranks have computed",
+        {"0.18": NOT_THERE},
+    ),
+    Seam(
+        f"{TRANSFORMER}.moe.moe_logging",
+        "MoEMetricsTracker._sync_metrics",
+        NOT_THERE,
+        "replaced: the session sums what ranks have computed",
+        {"0.18": "self metric_names pg_collection"},
+    ),
+    Seam(
+        f"{TRANSFORMER}.multi_token_prediction",
+        "MTPLossLoggingHelper.reduce_loss_in_tracker",
+        "",
+        "replaced: the session sums what ranks have computed",
+        {"0.19": NOT_THERE},
+    ),
+    Seam(
+        f"{TRANSFORMER}.multi_token_prediction",
+        "MTPLossLoggingHelper.reduce_metrics_in_tracker",
+        NOT_THERE,
+        "replaced: the session sums what ranks have computed",
+        {"0.19": ""},
+    ),
     *_seams(
         TRAINING,
         "samples by index",

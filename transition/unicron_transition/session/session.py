@@ -183,6 +183,35 @@ class Session(Training):
         self._watch.shelter(True)
         return self.evaluations.end()
 
+    def communicate(self, collectives: Callable[[], Any]) -> bool:
+        """Call `collectives` between two iterations: it communicates in the groups of the present generation.
+
+        All ranks call it in the body of the loop after the same iteration, in the same order. False if a rank was lost
+        meanwhile, or since the step: other ranks may be in the next iteration, and wait for none in this one. Then what
+        `collectives` has made must not be used, and :attr:`iteration` may be another one.
+        """
+        before, boundary = self._at.moment, self._at.iteration
+        if self._disturbed or self._channel is None:
+            if not self._disturbed:
+                collectives()
+            return not self._disturbed
+        self._communicating = True
+        self._watch.shelter(False)  # any loss ends it at once
+        try:
+            collectives()
+            if self._watch.lost():
+                raise PeerLost("the generation ended in a collective between two iterations")
+        except Exception as error:
+            if not self._is_loss(error):
+                raise
+            self.regroup(error)
+            if self._at.iteration == boundary:
+                self._at.moment = before
+        finally:
+            self._communicating = False
+        self._watch.shelter(True)
+        return not self._disturbed
+
     def request_stop(self) -> None:
         """End the training after this iteration, on all ranks; one request is enough. Safe in a signal handler."""
         self._stop_wanted = True

@@ -147,6 +147,8 @@ class Training:
         self._committed = False
         self._reduce_seconds = self._outside_seconds = 0.0
         self._self_stops = 0
+        self._communicating = False  # the script does, between two iterations
+        self._disturbed = False  # a rank was lost since the others may have stepped: they may be in the next iteration
         self._agreed_offer: Plan | None = None
         self._stop_wanted = self._stop_agreed = self._stopping = False
         self._persistence = Persistence(self._member, self._state, checkpoints, self._local)
@@ -184,7 +186,7 @@ class Training:
 
     def _groups(self, kind: ModelKind) -> groups.Groups | WorldGroups | None:
         """Return the groups of this rank's replica and place; None if Megatron keeps them, or a rank is a replica."""
-        if self._member.groups is not None or self.layout.size == 1 or kind.keeps_groups:
+        if self._member.groups is not None or self.layout.size == 1 or (kind.keeps_groups and self.layout.lanes == 1):
             return self._member.groups
         return WorldGroups(self.layout)
 
@@ -201,7 +203,7 @@ class Training:
     # ------------------------------------------------------------ an iteration
     def _train_iteration(self) -> StepResult:
         began = time.perf_counter()
-        self._agreed_offer, self._committed = None, False
+        self._agreed_offer, self._committed, self._disturbed = None, False, False
         self._saving.begin_iteration()
         assigned, total = self._next_assignment, self.micro_batches
         if assigned is None:
@@ -258,7 +260,7 @@ class Training:
         self._self_stops += 1
         # a forward pass may also wait for peers: of its replica, or for gathered parameters
         waits = not alone or self._local.sharded or self._at.phase in ("reducing", "synced")
-        waits = waits or self.evaluations.running
+        waits = waits or self.evaluations.running or self._communicating
         in_collective = waits and type(error) in PEER_ERRORS
         return (in_collective or isinstance(error, PeerLost)) and self._self_stops <= SELF_STOPS
 
@@ -355,6 +357,7 @@ class Training:
     def regroup(self, error: Exception) -> None:
         """Recover from a loss between two iterations, as if it came at the start of the next one."""
         self._gradients.drop()
+        self._disturbed = True
         self._at.moment = Ledger(self._at.iteration, self.micro_batches, []), "computing"
         with contextlib.suppress(RankRejoined):
             if self._recover(error):
@@ -394,6 +397,7 @@ class Training:
         if steps or (plan.state is not None and plan.iteration == self._at.ledger.iteration + 1):
             self._next_assignment = self._assignment_of(plan)
             self._watch.shelter(False)
+            self._disturbed = True
             return True
         self._committed = False
         self._optimizer.zero_grad()  # an unfinished step has left `grad` as an alias of the gradient buffer

@@ -63,12 +63,9 @@ class Buckets:
         what it has, and everything else from the holder that has sent the least so far. All ranks compute the same
         moves. Raises :class:`MissingShard` for a shard without a holder.
         """
-        holders: list[list[int]] = [[] for _ in range(count)]
-        for rank, has in enumerate(held):
-            for shard in has:
-                holders[shard].append(rank)
+        holders = self.holders(held, count)
         if missing := [shard for shard, ranks in enumerate(holders) if not ranks]:
-            raise MissingShard(f"no copy is left of shard {', '.join(map(str, missing))} of {count}")
+            raise MissingShard(f"no copy is left of shard {', '.join(map(str, missing))} of {len(holders)}")
         sent: Counter[int] = Counter()
         moves = []
         for old, target, read, write, size in self._pieces(count, len(held)):
@@ -78,18 +75,68 @@ class Buckets:
             moves.append(Move(source, target, old, read, write, size))
         return moves
 
+    def holders(self, held: Sequence[Collection[int]], count: int) -> list[list[int]]:
+        """Return the ranks that hold each of the old shards."""
+        holders: list[list[int]] = [[] for _ in range(count)]
+        for rank, has in enumerate(held):
+            for shard in has:
+                holders[shard].append(rank)
+        return holders
+
     def _pieces(self, before: int, after: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield (old shard, new shard, place in the old one, place in the new one, size) of all elements, in order."""
+        """Yield (old shard, new shard, place in the old one, place in the new one, size) of all elements, in order. The
+        old state has `before` shards of a place, and the new group has `after` ranks."""
         read_base = write_base = 0
         for elements, old_part, new_part in zip(self.elements, self.parts(before), self.parts(after), strict=True):
-            position = 0
-            while position < elements:
-                old, new = position // old_part, position // new_part
-                stop = min((old + 1) * old_part, (new + 1) * new_part, elements)
-                read, write = position - old * old_part, position - new * new_part
-                yield old, new, read_base + read, write_base + write, stop - position
-                position = stop
+            for old, new, read, write, size in self.pieces_of(elements, old_part, new_part):
+                yield old, new, read_base + read, write_base + write, size
             read_base, write_base = read_base + old_part, write_base + new_part
+
+    @staticmethod
+    def pieces_of(elements: int, old_part: int, new_part: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """Yield (old part, new part, place in the old one, place in the new one, size) of a bucket, in order."""
+        position = 0
+        while position < elements:
+            old, new = position // old_part, position // new_part
+            stop = min((old + 1) * old_part, (new + 1) * new_part, elements)
+            yield old, new, position - old * old_part, position - new * new_part, stop - position
+            position = stop
+
+
+@dataclass(frozen=True)
+class LaneBuckets(Buckets):
+    """Buckets of a replica whose lanes share experts. All lanes are sharded together but for the experts, of
+    which each lane has others. A place has a shard for each replica; that of replica r in lane f is number r * lanes +
+    f of all lanes' shards, by which the moves are named."""
+
+    lanes: int = 1
+    own: tuple[bool, ...] = ()
+    """Whether a bucket is of the lane's own experts."""
+
+    def parts(self, count: int) -> list[int]:
+        return [
+            padded_size(elements, ranks, self.quantum) // ranks
+            for elements, ranks in zip(self.elements, self._ranks(count), strict=True)
+        ]
+
+    def _ranks(self, count: int) -> list[int]:
+        """Return the number of ranks that share each bucket if there are `count` shards of a place."""
+        return [count if own else count * self.lanes for own in self.own]
+
+    def _pieces(self, before: int, after: int) -> Iterator[tuple[int, int, int, int, int]]:
+        read_base = write_base = 0
+        after //= self.lanes
+        parts = zip(self.elements, self.own, self.parts(before), self.parts(after), strict=True)
+        for elements, own, old_part, new_part in parts:
+            for old, new, read, write, size in Buckets.pieces_of(elements, old_part, new_part):
+                for lane in range(self.lanes) if own else (None,):
+                    names = (old, new) if lane is None else (old * self.lanes + lane, new * self.lanes + lane)
+                    yield *names, read_base + read, write_base + write, size
+            read_base, write_base = read_base + old_part, write_base + new_part
+
+    def holders(self, held: Sequence[Collection[int]], count: int) -> list[list[int]]:
+        numbered = ({each * self.lanes + rank % self.lanes for each in has} for rank, has in enumerate(held))
+        return super().holders(list(numbered), count * self.lanes)
 
 
 class CopyFailed(RuntimeError):

@@ -33,7 +33,7 @@ from unicron_transition.generations.sharding import MARK_BITS, state_base
 from unicron_transition.seams import elastic_buckets
 from unicron_transition.seams.modules import copy_all
 from unicron_transition.sharded.buffer_pool import Buffer, BufferPool, ClaimedImage
-from unicron_transition.sharded.shard_exchange import Buckets, CopyFailed, MissingShard, ShardExchange
+from unicron_transition.sharded.shard_exchange import Buckets, CopyFailed, LaneBuckets, MissingShard, ShardExchange
 from unicron_transition.snapshot import parts
 from unicron_transition.snapshot.checkpoint_file import behind, set_mark
 from unicron_transition.snapshot.image_format import SHARD, STEP, ImagePage, Key
@@ -58,8 +58,8 @@ class _Set:
 class Shards:
     """The sharded state of one rank's optimizer, for the training thread.
 
-    Collective methods are so over the data-parallel group (including context parallelism), over which the optimizer is
-    sharded, and raise RuntimeError if a peer is lost. :class:`ShardExchange` describes `lost` and `wire`.
+    Collective methods are so over :attr:`group`, and raise RuntimeError if a peer is lost. :class:`ShardExchange`
+    describes `lost` and `wire`.
     """
 
     def __init__(
@@ -76,9 +76,11 @@ class Shards:
         here: torch.device = next(model[0].parameters()).device
         self.model, self.optimizer = list(model), optimizer
         self.pool = pool or BufferPool(None, 0, here)  # by default the shards are where the parameters are
+        self._lanes = elastic_buckets.lanes(self.model)
         self._exchange = ShardExchange(lambda: self.group, wire or here, lost)
+        self._exchange_of_lanes = ShardExchange(lambda: self._group_of_lanes, wire or here, lost)
         self._place, self._size = place, size  # this rank's place among the ranks of its replica
-        self.buckets = Buckets(*elastic_buckets.bucket_sizes(optimizer))
+        self.buckets = self._buckets()
         self.base = self.count = self.index = 0
         self._sets: dict[tuple[int, int], _Set] = {}  # (base, version), oldest first
         self._confirmed: tuple[int, int] | None = None
@@ -87,9 +89,25 @@ class Shards:
         self._passed: set[tuple[int, int]] = set()  # incomplete sets
         self._with_file_head: tuple[int, int] | None = None  # the set whose image can become a file
 
+    def _buckets(self) -> Buckets:
+        sizes = elastic_buckets.bucket_sizes(self.optimizer)
+        if self._lanes == 1:
+            return Buckets(*sizes)
+        dense = self._group_of_lanes.size()
+        own = [buffer.data_parallel_group.size() != dense for *_, buffer, _ in self._all_buckets()]
+        return LaneBuckets(*sizes, self._lanes, tuple(own))
+
+    def _all_buckets(self) -> Iterator[tuple[Any, int, Any, Any]]:
+        return elastic_buckets.optimizer_buckets(self.optimizer)
+
     @property
     def group(self) -> Any:
-        """The process group over which the optimizer is sharded."""
+        """The ranks at this rank's place, one of each replica, which keep each other's copies. The optimizer is sharded
+        over them; with lanes that share experts, over the same of all lanes."""
+        return self.model[0].intra_expt_dp_group if self._lanes > 1 else self._group_of_lanes
+
+    @property
+    def _group_of_lanes(self) -> Any:
         return self.model[0].intra_dp_cp_group
 
     def enter_generation(self, base: int) -> None:
@@ -216,7 +234,7 @@ class Shards:
     # ------------------------------------------------------------ adopting
     @torch.no_grad()
     def adopt(self, base: int, version: int, whole: Callable[[bytes], bool] = lambda extra: True) -> bytes:
-        """Take up state `version` of generation `base` from the ranks that hold it; collective, after
+        """Take up state `version` of generation `base` from the ranks that hold it; collective over all lanes, after
         :meth:`enter_generation`.
 
         Only what a rank does not hold itself moves. Afterwards this rank's shard is kept as `version` of the present
@@ -229,10 +247,11 @@ class Shards:
         old = self._sets.get((base, version))
         self._drop_spoiled(old)
         own = (old.count, old.step, sorted(old.shards)) if old is not None else (0, 0.0, [])
-        count, step, held = self._exchange.who_holds(*own)
+        exchange, index = self._exchange_of_lanes, self._group_of_lanes.rank()
+        count, step, held = exchange.who_holds(*own)
         if not any(held):
             raise MissingShard(f"no rank holds state {version} of generation {base}")
-        header = self._exchange.header(old.header if old else b"", next(rank for rank, has in enumerate(held) if has))
+        header = exchange.header(old.header if old else b"", next(rank for rank, has in enumerate(held) if has))
         if not whole(bytes(msgpack.unpackb(header, strict_map_key=False)["extra"])):
             self._pass_over((base, version))
             raise CopyFailed(f"a part of state {version} of generation {base} is nowhere")
@@ -242,16 +261,16 @@ class Shards:
             outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
             incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
             for move in self.buckets.moves(held, count):
-                if move.source == self.index and old is not None:
-                    outgoing[move.target] += _pieces_of(old.shards[move.old].flat, move.read, move.size)
-                if move.target == self.index:
+                if move.source == index and old is not None:
+                    outgoing[move.target] += _pieces_of(old.shards[move.old // self._lanes].flat, move.read, move.size)
+                if move.target == index:
                     incoming[move.source] += _pieces_of(buffer.flat, move.write, move.size)
-            if self.index in incoming:
-                copy_all(incoming.pop(self.index), outgoing.pop(self.index))
-            self._exchange.send_soundly(outgoing, incoming)
+            if index in incoming:
+                copy_all(incoming.pop(index), outgoing.pop(index))
+            exchange.send_soundly(outgoing, incoming)
             extra = self._apply(buffer.flat, step, header)
             elastic_buckets.rebuild_parameters(self.model, self.optimizer)
-            self._exchange.check_alive()
+            exchange.check_alive()
         if base == self.base:
             self._drop((base, version))
         self._sets[self.base, version] = _Set(self.count, step, header)
@@ -303,7 +322,7 @@ class Shards:
         """Yield, for each parameter of which this rank has a part: its optimizer, Megatron's ranges of the part, and
         the element of a row at which their bucket begins."""
         base = 0
-        buckets = elastic_buckets.optimizer_buckets(self.optimizer)
+        buckets = self._all_buckets()
         for (optimizer, number, buffer, bucket), part in zip(buckets, self.buckets.parts(self.count), strict=True):
             ranges = optimizer.gbuf_ranges[number][buffer.param_dtype, buffer.grad_dtype][bucket.bucket_id]
             for parameter, where in ranges["param_map"].items():

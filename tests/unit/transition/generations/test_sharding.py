@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from unicron_transition.generations.sharding import partner_shifts
 from unicron_transition.seams.elastic_buckets import capacity, padded_size
-from unicron_transition.sharded.shard_exchange import Buckets, MissingShard
+from unicron_transition.sharded.shard_exchange import Buckets, LaneBuckets, MissingShard
 
 COUNTS = st.integers(1, 9)
 SIZES = st.lists(st.integers(1, 5000), min_size=1, max_size=4).map(tuple)
@@ -57,6 +57,47 @@ def test_moves_write_every_element_once_and_move_only_what_changes_hands(change)
     for move in buckets.moves(held, count):
         assert move.old in held[move.source]
         assert move.source == move.target or move.old not in held[move.target]
+        there = slice(move.write, move.write + move.size)
+        assert set(new[move.target][there]) == {None}
+        new[move.target][there] = old[move.old][move.read : move.read + move.size]
+    assert new == wanted
+
+
+@st.composite
+def lane_changes(draw):
+    """The same with lanes that share experts. Each rank of the new group holds shards of its own lane."""
+    sizes, lanes, count, replicas = draw(SIZES), draw(st.integers(2, 3)), draw(COUNTS), draw(COUNTS)
+    own = tuple(draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes))))
+    held = [draw(st.sets(st.integers(0, count - 1), max_size=2)) for _ in range(replicas * lanes)]
+    for lane in range(lanes):
+        for shard in range(count):
+            if not any(shard in has for has in held[lane::lanes]):
+                held[lanes * draw(st.integers(0, replicas - 1)) + lane].add(shard)
+    return LaneBuckets(sizes, lanes=lanes, own=own), count, held
+
+
+def lane_contents(buckets: LaneBuckets, count: int) -> list[list[tuple[int, int, int] | None]]:
+    """Return every shard's elements: (bucket, lane whose own it is, number); None is padding."""
+    ranks = count * buckets.lanes
+    shards: list[list[tuple[int, int, int] | None]] = [[] for _ in range(ranks)]
+    for bucket, elements in enumerate(buckets.elements):
+        part = buckets.parts(count)[bucket]
+        for rank, shard in enumerate(shards):
+            own = buckets.own[bucket]
+            lane, number = (rank % buckets.lanes, rank // buckets.lanes) if own else (-1, rank)
+            places = range(number * part, (number + 1) * part)
+            shard += [(bucket, lane, place) if place < elements else None for place in places]
+    return shards
+
+
+@given(lane_changes())
+def test_moves_among_lanes_bring_each_lane_its_own_experts(change):
+    buckets, count, held = change
+    old, wanted = lane_contents(buckets, count), lane_contents(buckets, len(held) // buckets.lanes)
+    new: list[list[tuple[int, int, int] | None]] = [[None] * len(shard) for shard in wanted]
+    for move in buckets.moves(held, count):
+        assert move.old // buckets.lanes in held[move.source], "it holds it"
+        assert move.old % buckets.lanes == move.source % buckets.lanes, "of its own lane"
         there = slice(move.write, move.write + move.size)
         assert set(new[move.target][there]) == {None}
         new[move.target][there] = old[move.old][move.read : move.read + move.size]

@@ -157,6 +157,52 @@ def test_counts_and_biases_are_exact_in_half_precision_too():
     assert torch.tensor(auxiliary.biases(chunks)).equal(torch.tensor([[0.001, -0.001]]))
 
 
+# ------------------------------------------------------------ what is logged
+@pytest.fixture
+def logged(monkeypatch):
+    """The sums of an auxiliary loss of two layers, which Megatron collects for its log."""
+    values = torch.zeros(2)
+    entries = {"z_loss": {"values": values}}
+    monkeypatch.setattr(auxiliary.megatron_trackers, "_experts", lambda: entries)
+    monkeypatch.setattr(auxiliary.megatron_trackers, "_predictions", dict)
+    return values
+
+
+def test_what_is_logged_of_a_micro_batch_is_dropped_with_its_gradient(chunks, logged):
+    pending = DeferredChanges()
+    made_of = made(chunks, pending)
+    logged += 1  # the script has not logged the iteration before
+    for again in (True, False):
+        made_of.begin_iteration()
+        made_of.drop()
+        assert logged.tolist() == [1, 1]
+        with made_of.forward(0, True):
+            logged[0] += 3
+        with made_of.forward(0, False):
+            logged[1] += 30
+        with pytest.raises(RuntimeError), made_of.forward(0, True):
+            logged += 5
+            raise RuntimeError("Connection closed by peer")
+        assert logged.tolist() == [4, 1], "neither padding nor half a pass"
+        with made_of.reducing():
+            pass
+        if again:  # it is computed once more, from the start
+            pending.forget()
+    pending.apply()
+    made_of.begin_iteration()
+    made_of.drop()
+    assert logged.tolist() == [4, 1], "the iteration is over"
+
+
+def test_padding_that_is_recomputed_in_the_backward_pass_is_not_logged(chunks, logged, monkeypatch):
+    made_of = made(chunks, monkeypatch=monkeypatch)
+    for real, chunk, loss in ((True, 0, 1), (False, 0, 30), (True, 1, 2), (False, 1, 30)):
+        weighed(made_of, chunk, real).backward()
+        logged[chunk] += loss
+    made_of.end_schedule()
+    assert logged.tolist() == [1, 2]
+
+
 # ------------------------------------------------------------ the loss scale
 def test_the_loss_scale_changes_at_the_commit_and_not_for_what_is_reduced_once_more():
     seen: list[bool] = []

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.support.texts import raises_text
 from unicron_transition.generations.layout import Layout
+from unicron_transition.megatron import limits
 from unicron_transition.megatron_lm import arguments, data, loop, save_load, world
 from unicron_transition.seams.megatron_lm import CannotHeal, growing_batches
 from unicron_transition.session.session import StepResult
@@ -46,8 +47,11 @@ def args(**more):
 # ------------------------------------------------------------ options
 def test_what_can_be_healed_is_not_refused():
     with pytest.raises(CannotHeal):
-        arguments.check(args(num_experts=2))
+        arguments.check(args(num_experts=2, moe_enable_routing_replay=True))
     arguments.check(args())
+    arguments.check(args(num_experts=2, moe_router_load_balancing_type="aux_loss", log_straggler=True))
+    arguments.check(args(log_params_norm=True, check_weight_hash_across_dp_replicas_interval=10, mtp_num_layers=None))
+    arguments.check(args(mtp_num_layers=1, untie_embeddings_and_output_weights=True))
     arguments.check(args(tensor_parallel_num_weight_shards=2, num_experts=None, fim_data=False, eval_iters=None))
 
 
@@ -69,9 +73,19 @@ def test_each_of_the_others_is_refused_by_its_name(name):
     assert str(found.value).endswith("--unicron-mode=restart")
 
 
+@pytest.mark.parametrize("limit", limits.LIMITS, ids=lambda limit: limit.name)
+def test_a_limit_of_sessions_is_one_of_programs(limit):
+    value = "global_aux_loss" if limit.name == "moe_router_load_balancing_type" else 3
+    with pytest.raises(CannotHeal) as found:
+        arguments.check(args(**{arguments.OPTIONS.get(limit.name, limit.name): value}))
+    assert limit.words in str(found.value)
+
+
 @pytest.mark.parametrize(
     "more",
     [
+        {"mtp_num_layers": 1},
+        {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
         {"context_parallel_size": 2},
         {"dataloader_type": "cyclic"},
         {"cuda_graph_impl": "local"},
@@ -91,6 +105,9 @@ def test_values_that_are_refused(more, snapshot):
 def test_the_layout_and_the_folders_are_taken_from_the_arguments():
     given = args(save="/s", load="/l", save_interval=500)
     assert arguments.layout_of(given) == Layout(tensor=2, pipeline=4)
+    assert arguments.layout_of(args(expert_model_parallel_size=4)) == Layout(tensor=2, pipeline=4, expert=4)
+    narrow = args(expert_model_parallel_size=4, expert_tensor_parallel_size=1)
+    assert arguments.layout_of(narrow) == Layout(tensor=2, pipeline=4, expert=2)
     assert arguments.take_folders(given) == arguments.Folders(Path("/s"), Path("/l"), 500, False)
     assert (given.save, given.load, given.async_save) == (None, None, False), "Megatron-LM itself saves nothing"
 
@@ -130,6 +147,7 @@ def test_the_batch_of_the_loop_is_that_of_one_replica():
     )
     seen = world._AsOneReplica(mpu)
     assert seen.get_data_parallel_world_size() == 1
+    assert world._AsOneReplica(mpu, lambda: 2).get_data_parallel_world_size() == 2, "lanes that share experts"
     assert seen.get_data_parallel_world_size(with_context_parallel=True) == 8
     assert seen.get_tensor_model_parallel_rank() == 1
 

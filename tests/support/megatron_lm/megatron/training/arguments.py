@@ -14,6 +14,10 @@ OWN = {  # of the real script's options those that the template has not
     "--load-dir": ("load", None),
     "--tensorboard-dir": ("tensorboard_dir", None),
     "--finetune": ("finetune", 0),
+    "--dies": ("dies", None),  # the test's: rank 0 between two iterations; "iteration file", which it touches
+    "--log-params-norm": ("log_params_norm", 0),
+    "--log-straggler": ("log_straggler", 0),
+    "--check-weight-hash-across-dp-replicas-interval": ("check_weight_hash_across_dp_replicas_interval", None),
     "--rampup-batch-size": ("rampup_batch_size", None),  # from 0.18 on nothing reads it
 }
 

@@ -1,14 +1,19 @@
 """Of the stand-in: the loop, with what the real one does between two iterations."""
 
+import os
+import signal
 import sys
 from datetime import datetime
+from pathlib import Path
 
 import torch
 from megatron.core import mpu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.utils import StragglerDetector, check_param_hashes_across_dp_replicas, get_model_config
 from torch.utils.data import default_collate
 
 from .global_vars import (
@@ -22,6 +27,11 @@ from .global_vars import (
 from .initialize import initialize_megatron
 from .releases import takes_more
 
+try:
+    from megatron.core.transformer.moe import moe_logging
+except ImportError:  # before 0.18
+    moe_logging = None
+stimer = StragglerDetector()
 GROUPS = {"0.19": "pg_collection p2p_communicator"}
 
 
@@ -130,6 +140,12 @@ def train(
     if should_disable_forward_pre_hook(args):
         for chunk in model:
             chunk.disable_forward_pre_hook(param_sync=False)
+    if args.check_weight_hash_across_dp_replicas_interval:
+        assert check_param_hashes_across_dp_replicas(model, cross_check=True)
+        torch.distributed.barrier()
+        print_rank_last(f">>> Weight hashes match after {iteration} iterations...")
+    if args.log_straggler:
+        stimer.configure(torch.distributed.get_world_size(), torch.distributed.get_rank(), enabled=True)
     start, should_exit, totals = iteration, False, {}
     num_microbatches = get_num_microbatches()
     while iteration < args.train_iters and not should_exit:
@@ -146,9 +162,10 @@ def train(
         iteration += 1
         batch = mpu.get_data_parallel_world_size() * args.micro_batch_size * get_num_microbatches()
         args.consumed_train_samples += batch
+        params_norm = calc_params_l2_norm(model) if args.log_params_norm else None
         training_log(
-            loss_dict, totals, optimizer.param_groups[0]["lr"], iteration, 1.0, False, skipped, grad_norm, None, None,
-            0, is_first_iteration=iteration == start + 1,
+            loss_dict, totals, optimizer.param_groups[0]["lr"], iteration, 1.0, False, skipped, grad_norm, params_norm,
+            None, 0, is_first_iteration=iteration == start + 1,
         )  # fmt: skip
         if args.eval_interval and iteration % args.eval_interval == 0 and args.do_valid:
             timers("interval-time").stop()
@@ -157,6 +174,7 @@ def train(
                 process_non_loss_data_func, config,
             )  # fmt: skip
             timers("interval-time", log_level=0).start(barrier=True)
+        post_training_step_callbacks(model, optimizer, opt_param_scheduler, iteration, None, 1.0)
         should_exit = checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration, 0, {}, None)
     if should_exit:
         sys.exit(exit_code)
@@ -243,6 +261,13 @@ def training_log(
     args, timers = get_args(), get_timers()
     for key, value in loss_dict.items():
         total_loss_dict.setdefault(key, []).append(value.item())
+    if args.num_experts is not None:
+        _track_experts(args, total_loss_dict, iteration, pg_collection)
+    if args.mtp_num_layers is not None:
+        scale, found = 1 / get_num_microbatches(), {}
+        MTPLossLoggingHelper.track_mtp_metrics(scale, iteration, None, None, found)
+        for key, value in found.items():
+            total_loss_dict.setdefault(key, []).append(value.item())
     learning_rate = reduce_max_stat_across_model_parallel_group(learning_rate)
     if iteration % args.log_interval and not is_first_iteration:
         return
@@ -250,13 +275,68 @@ def training_log(
     line = f" iteration {iteration:8d}/{args.train_iters:8d} | consumed samples: {args.consumed_train_samples:12d} |"
     line += f" elapsed time per iteration (ms): {seconds * 1000:.1f} | learning rate: {learning_rate:.6E} |"
     for key, values in total_loss_dict.items():
-        line += f" {key}: {sum(values) / len(values):.6E} |"
+        if sum(values) > 0.0:
+            line += f" {key}: {sum(values) / len(values):.6E} |"
     if (writer := get_tensorboard_writer()) is not None:
         writer.add_scalar("lm loss", loss_dict["lm loss"].item(), iteration)
     if not is_first_iteration:
         total_loss_dict.clear()
+    if params_norm is not None:
+        line += f" params norm: {params_norm:.3f} |"
     print_rank_last(f"{line} grad norm: {grad_norm:.5f} | skipped: {skipped_iter} | writers: {len(get_writers())} |")
     timers.log(["forward-backward"], normalizer=1, barrier=True)
+
+
+def _track_experts(args, total_loss_dict, iteration, pg_collection):
+    """The real one's names, and Megatron-core's own sums."""
+    kinds = args.moe_router_load_balancing_type
+    names = ["load_balancing_loss"] if "aux_loss" in kinds else []
+    names += ["seq_load_balancing_loss"] if "seq_aux_loss" in kinds else []
+    names += ["z_loss"] if args.moe_z_loss_coeff is not None else []
+    scale, found = 1 / get_num_microbatches(), {}
+    layers = {"num_layers": args.num_layers, "moe_layer_freq": 1, "mtp_num_layers": args.mtp_num_layers}
+    report = moe_logging.get_moe_metrics_tracker().report if moe_logging else moe_utils.track_moe_metrics
+    report(
+        scale, iteration, total_loss_dict=found, force_initialize=True, track_names=names, pg_collection=pg_collection,
+        **layers,
+    )  # fmt: skip
+    for key, value in found.items():
+        total_loss_dict.setdefault(key, []).append(value.item())
+
+
+def calc_params_l2_norm(model, force_create_fp32_copy=False):
+    """Of parameters that all tensor ranks have, each has the same. One rank dies before it if the test wants it."""
+    args = get_args()
+    if args.dies is not None and args.consumed_train_samples == int(args.dies[0]) * args.global_batch_size:
+        if torch.distributed.get_rank() == 0 and not (marker := Path(args.dies[1])).exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    squares = sum(parameter.detach().double().square().sum() for chunk in model for parameter in chunk.parameters())
+    torch.distributed.all_reduce(squares, group=mpu.get_model_parallel_group())
+    sharded = torch.zeros(1)  # the real one's are the optimizer's, of bf16 only
+    torch.distributed.all_reduce(sharded, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    return squares.sqrt().item()
+
+
+def post_training_step_callbacks(
+    model, optimizer, opt_param_scheduler, iteration, prof, num_floating_point_operations_since_last_log_event,
+    nsys_nvtx_context=None,
+):  # fmt: skip
+    args = get_args()
+    if args.log_straggler and iteration % args.log_interval == 0:
+        stimer.report(num_floating_point_operations_since_last_log_event, args.log_interval)
+    interval = args.check_weight_hash_across_dp_replicas_interval
+    if interval is not None and iteration % interval == 0:
+        if should_disable_forward_pre_hook(args):
+            for chunk in model:
+                chunk.disable_forward_pre_hook()
+        assert check_param_hashes_across_dp_replicas(model, cross_check=True)
+        torch.distributed.barrier()
+        print_rank_last(f">>> Weight hashes match after {iteration} iterations...")
+        if should_disable_forward_pre_hook(args):
+            for chunk in model:
+                chunk.enable_forward_pre_hook()
+    return num_floating_point_operations_since_last_log_event
 
 
 def checkpoint_and_decide_exit(
