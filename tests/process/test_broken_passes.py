@@ -30,6 +30,7 @@ def reports(tmp_path_factory) -> dict[str, tuple[int, list[str]]]:
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_passes_after_a_broken_one_are_as_without_it(reports, kind):
     moments, wrong = reports[kind]

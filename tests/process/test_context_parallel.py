@@ -68,7 +68,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize(("context", "shard", "moment"), [(2, 1, "reduce"), (2, 2, "backward")])
+@pytest.mark.parametrize(
+    ("context", "shard", "moment"), [(2, 1, "reduce"), pytest.param(2, 2, "backward", marks=pytest.mark.wide)]
+)
 def test_a_replica_whose_ranks_share_sequences_is_healed(
     tmp_path: Path, reference: Path, context: int, shard: int, moment: str
 ) -> None:

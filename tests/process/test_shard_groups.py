@@ -47,6 +47,7 @@ def four_train(world: World, generation: int) -> None:
     assert world.job()["ledger_violations"] == 0
 
 
+@pytest.mark.wide
 def test_elements_of_one_rank_make_groups_and_the_rest_waits(world):
     world.trains_on(world.job()["members"])
     job = world.job()
@@ -69,6 +70,7 @@ def test_a_lost_rank_takes_its_group_out_and_who_is_left_comes_back(world):
     losses_agree(world)
 
 
+@pytest.mark.wide
 def test_ranks_of_two_groups_are_lost_at_once(world):
     """One of each place: the others make a group, and the new processes join it."""
     generation, ((first, _), (_, second)) = world.job()["generation"], groups(world)

@@ -123,7 +123,12 @@ def one_loss(*outs: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(((2, 1), 2), ((4, 1), 1)), (((2, 2), 1), ((2, 1), 1)), (((2, 1), 1), ((1, 1), 2)), (((1, 1), 1), ((2, 2), 1))],
+    [
+        (((2, 1), 2), ((4, 1), 1)),
+        pytest.param(((2, 2), 1), ((2, 1), 1), marks=pytest.mark.wide),
+        pytest.param(((2, 1), 1), ((1, 1), 2), marks=pytest.mark.wide),
+        pytest.param(((1, 1), 1), ((2, 2), 1), marks=pytest.mark.wide),
+    ],
 )
 def test_a_job_goes_on_with_other_shards(tmp_path, undisturbed, one, other):
     saves = {"TINY_CHECKPOINTS": str(tmp_path / "saves")}
@@ -134,6 +139,7 @@ def test_a_job_goes_on_with_other_shards(tmp_path, undisturbed, one, other):
     proof.close(one_loss(tmp_path / "one", tmp_path / "other"), undisturbed, LOSSES)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("cell", [(2, 1), (2, 2)])
 def test_a_sole_replica_that_is_lost_goes_on_from_memory(tmp_path, undisturbed, cell):
     """Each place has its own part there, and there is no file."""

@@ -1,7 +1,7 @@
 """Recovery of modules that `fully_shard` has sharded, at every moment, with replicas of several ranks.
 
 Real ranks, ZeroMQ and gloo. Each run is compared with one process that trains whole parameters by a loop of torch
-alone: gradients and losses.
+alone: gradients and losses. A spread of layouts, moments and kinds runs always, the others are `wide`.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ def run(references, tmp_path):
     return go
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_undisturbed(run, layout):
     ranks = run(layout)
@@ -113,8 +114,9 @@ def test_undisturbed(run, layout):
 
 
 INSIDE = ("gather", "scatter")  # a replica of one rank has no such collectives
+SPREAD = [("DP2 F2", moment) for moment in ("compute", "scatter", "commit", "regroup")]
 CASES = [
-    (layout, moment)
+    pytest.param(layout, moment, marks=() if (layout, moment) in SPREAD else pytest.mark.wide)
     for layout, (ranks, shard, tensor) in LAYOUTS.items()
     for moment in moments(1)
     if ranks > shard * tensor and (shard > 1 or moment not in INSIDE)
@@ -145,13 +147,17 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+ALWAYS = ("tokens", "settings")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(one, marks=() if one in ALWAYS else pytest.mark.wide) for one in KINDS])
 def test_kinds_of_modules(run, kind):
     faults = [fault(3, 1, "backward", 1), fault(0, 1, "resume", kind="sleep", delay=0.01)]
     ranks = run("DP2 F2", *faults, settings=KINDS[kind])
     assert any(lost for _, lost, _ in ranks.breaks)
 
 
+@pytest.mark.wide
 def test_an_evaluation_has_one_value_in_all_ranks_whatever_their_number(run, tmp_path):
     """Its micro-batches are dealt in rounds, too, and a rank is lost in the middle of one."""
     values = {}
@@ -167,13 +173,14 @@ def test_the_norm_counts_what_tensor_ranks_share_once(run):
     run("DP2 F2 TP2", fault(7, 1, "scatter", 1), settings={"TINY_CLIP": "0.5"})
 
 
+@pytest.mark.wide
 def test_ranks_that_start_again_complete_a_replica(run):
-    """Also of what is left of two others: slot 0 and slot 3 are lost, 1 and 2 have no place in common."""
     gate = fault(1, 3, "fetch", kind="wait", gate=1)  # until the newcomer is offered
     ranks = run("DP3 F2", fault(4, 1, "fetch"), gate, restart=True)
     assert next(plan for plan in ranks.plans if plan.boundary).joiners
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("tokens", ["0", "1"])
 def test_ranks_that_share_each_sequence(run, tokens):
     """Two context ranks hold the shards, and each of them computes half of the loss."""
@@ -187,6 +194,7 @@ def test_what_is_left_of_two_replicas_is_one(run):
     assert ranks.plans[-1].members == [2, 1]
 
 
+@pytest.mark.wide
 def test_an_optimizer_whose_step_communicates_is_refused_before_it_does(tmp_path):
     mine = environment("DP2 F2", TINY_KIND="adafactor")
     ranks = Ranks(tmp_path, 4, [], fork=True, replica=2, **mine)

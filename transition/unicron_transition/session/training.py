@@ -424,8 +424,8 @@ class Training:
         return overlapped and self._process.backend == "nccl"
 
     def _unsure_sums(self, error: Exception) -> bool:
-        """Whether sums inside the replica may be garbage: an aborted NCCL collective raises nothing, and a micro-batch is
-        done for the ledger while the device still computes it."""
+        """Whether sums inside the replica may be garbage: an aborted NCCL collective raises nothing, and a micro-batch
+        is done for the ledger while the device still computes it."""
         apart = self._at.phase == "computing" and not isinstance(error, _ReplicaStopped)
         return apart and self.layout.size > 1 and self._process.backend == "nccl"
 
