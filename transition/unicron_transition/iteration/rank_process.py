@@ -81,8 +81,10 @@ def shard_mesh() -> DeviceMesh:
 
     Examples
     --------
+    >>> import torch, unicron
     >>> unicron.init_process_group("gloo", layout=unicron.Layout(shard=1))
-    >>> model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(4, 1), mesh=unicron.shard_mesh())
+    >>> from torch.distributed.fsdp import fully_shard
+    >>> model = fully_shard(torch.nn.Linear(4, 1), mesh=unicron.shard_mesh())
     >>> torch.distributed.destroy_process_group()
     """
     return current().meshes.mesh("shard")

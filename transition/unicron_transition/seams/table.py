@@ -40,7 +40,7 @@ OPTIM = "torch.distributed.optim"
 STORAGE = "torch.distributed.checkpoint.filesystem"
 RANDOM = "megatron.core.tensor_parallel.random"
 TRANSFORMER = "megatron.core.transformer"
-SHARDED = "torch.distributed.fsdp._fully_shard"
+FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 PLACEMENTS = "torch.distributed.tensor.placement_types"
 SIGNALS = "megatron.training.dist_signal_handler"
 BUCKET_GROUP = "_ParamAndGradBucketGroup"
@@ -181,9 +181,9 @@ TORCH_MESHES = (
 _LATER = {"2.13": NOT_THERE}  # torch has a function for it
 # Compared when a module is sharded.
 TORCH_SHARDED = (
-    Seam(f"{SHARDED}._fully_shard", "FSDPModule._get_fsdp_state", "self", "the groups of a module"),
+    Seam(f"{FULLY_SHARD}._fully_shard", "FSDPModule._get_fsdp_state", "self", "the groups of a module"),
     *_seams(
-        f"{SHARDED}._fully_shard",
+        f"{FULLY_SHARD}._fully_shard",
         "gradients are added, and each pass reduces them",
         {
             "FSDPModule.set_gradient_divide_factor": "self factor",
@@ -193,31 +193,31 @@ TORCH_SHARDED = (
             "FSDPModule.reshard": "self",
         },
     ),
-    Seam(f"{SHARDED}._fully_shard", "FSDPModule.reset_iter_state", NOT_THERE, "leaves a broken pass", {"2.13": "self"}),
-    Seam(f"{SHARDED}._fsdp_state", "~_fsdp_param_group", None, "the parameters that are gathered together"),
-    Seam(f"{SHARDED}._fsdp_state", "~_fsdp_param_groups", NOT_THERE, "the same", {"2.13": None}),
-    *_seams(f"{SHARDED}._fsdp_state", "leaves a broken pass", dict.fromkeys(("~_is_root", "~_state_ctx"), None)),
+    Seam(f"{FULLY_SHARD}._fully_shard", "FSDPModule.reset_iter_state", NOT_THERE, "leaves a broken pass", {"2.13": "self"}),
+    Seam(f"{FULLY_SHARD}._fsdp_state", "~_fsdp_param_group", None, "the parameters that are gathered together"),
+    Seam(f"{FULLY_SHARD}._fsdp_state", "~_fsdp_param_groups", NOT_THERE, "the same", {"2.13": None}),
+    *_seams(f"{FULLY_SHARD}._fsdp_state", "leaves a broken pass", dict.fromkeys(("~_is_root", "~_state_ctx"), None)),
     *(
-        Seam(f"{SHARDED}._fsdp_state", f"~{name}", None, "leaves a broken pass", _LATER)
+        Seam(f"{FULLY_SHARD}._fsdp_state", f"~{name}", None, "leaves a broken pass", _LATER)
         for name in (
             "_comm_ctx _device_handle _modules_to_run_forward all_states iter_forward_root "
             "post_backward_final_callback_queued _training_state"
         ).split()
     ),
     Seam(
-        f"{SHARDED}._fsdp_state",
+        f"{FULLY_SHARD}._fsdp_state",
         "~manual_backward_finalization",
         NOT_THERE,
         "gradients that nobody reduces are refused",
         {"2.15": None},
     ),
     *_seams(
-        f"{SHARDED}._fsdp_param_group",
+        f"{FULLY_SHARD}._fsdp_param_group",
         "leaves a broken pass",
         {"FSDPParamGroup._to_sharded": "self"} | dict.fromkeys(("~_all_gather_result", "~fsdp_params"), None),
     ),
     *(
-        Seam(f"{SHARDED}._fsdp_param_group", f"~{name}", None, "leaves a broken pass", _LATER)
+        Seam(f"{FULLY_SHARD}._fsdp_param_group", f"~{name}", None, "leaves a broken pass", _LATER)
         for name in (
             "_training_state _post_reduce_event _all_reduce_state _partial_reduce_output _post_forward_indices "
             "_reshard_after_forward_event all_gather_stream reduce_scatter_stream all_reduce_stream all_gather_state "
@@ -225,7 +225,7 @@ TORCH_SHARDED = (
         ).split()
     ),
     *_seams(
-        f"{SHARDED}._fsdp_param_group",
+        f"{FULLY_SHARD}._fsdp_param_group",
         "who holds groups; other reduces are refused",
         dict.fromkeys(
             (
@@ -239,24 +239,24 @@ TORCH_SHARDED = (
         ),
     ),
     *_seams(
-        f"{SHARDED}._fsdp_collectives", "others are refused", {"DefaultAllGather": None, "DefaultReduceScatter": None}
+        f"{FULLY_SHARD}._fsdp_collectives", "others are refused", {"DefaultAllGather": None, "DefaultReduceScatter": None}
     ),
-    Seam(f"{SHARDED}._fsdp_common", "~shard_process_group", None, "the group that gathers"),
-    Seam(f"{SHARDED}._fsdp_common", "~reduce_scatter_process_group", NOT_THERE, "refused", {"2.13": None}),
-    Seam(f"{SHARDED}._fsdp_common", "TrainingState.IDLE", None, "leaves a broken pass", _LATER),
+    Seam(f"{FULLY_SHARD}._fsdp_common", "~shard_process_group", None, "the group that gathers"),
+    Seam(f"{FULLY_SHARD}._fsdp_common", "~reduce_scatter_process_group", NOT_THERE, "refused", {"2.13": None}),
+    Seam(f"{FULLY_SHARD}._fsdp_common", "TrainingState.IDLE", None, "leaves a broken pass", _LATER),
     *_seams(
-        f"{SHARDED}._fsdp_param",
+        f"{FULLY_SHARD}._fsdp_param",
         "leaves a broken pass",
         dict.fromkeys(("~_unsharded_param", "~sharded_param", "~unsharded_accumulated_grad"), None),
     ),
     *_seams(
-        f"{SHARDED}._fsdp_param",
+        f"{FULLY_SHARD}._fsdp_param",
         "what is refused",
         dict.fromkeys(("~_module_info", "~offload_to_cpu", "~mesh_info"), None),
     ),
-    Seam(f"{SHARDED}._fsdp_param", "~_orig_param_uid", NOT_THERE, "shared parameters", {"2.13": None}),
+    Seam(f"{FULLY_SHARD}._fsdp_param", "~_orig_param_uid", NOT_THERE, "shared parameters", {"2.13": None}),
     Seam(
-        f"{SHARDED}._fsdp_param",
+        f"{FULLY_SHARD}._fsdp_param",
         "FSDPParam.__init__",
         "self param module_info mesh_info post_forward_mesh_info device shard_placement_fn mp_policy offload_policy",
         "wrapped: notes shared parameters",
