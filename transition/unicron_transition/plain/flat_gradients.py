@@ -129,6 +129,7 @@ class PlainGradients(Accumulation):
         self._parts, self._part = work.layout.context, work.layout.coordinate(work.place).context
         self._sharded = bool(dtensors.sharding_modules(self._module))
         fully_shard.sum_gradients(self._module)
+        self._shard_groups = fully_shard.communication_groups(self._module)
         self._scale = scale
         """Multiplies a loss before its backward pass (a GradScaler's)."""
         self._forward_step = forward_step
@@ -232,6 +233,7 @@ class PlainGradients(Accumulation):
         """Compute the forward pass of a micro-batch, note it in the ledger if it counts, and return the loss with its
         weight."""
         loss, tokens = self._parse_result(self._forward_step(micro_batch, self._model))
+        fully_shard.check_sums(self._shard_groups)
         if any((ledger.tokens[done] is None) != (tokens is None) for done in ledger.tokens):
             raise TypeError(f"{LOSS}: the same of them for every micro-batch")
         if counts:

@@ -4,7 +4,7 @@ after a collective that failed."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,6 +51,26 @@ def sum_gradients(module: torch.nn.Module) -> None:
         each.set_gradient_divide_factor(1.0)
         each.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply and add at once
         each.set_requires_gradient_sync(True, recurse=False)
+        each.set_reshard_after_backward(True, recurse=False)  # the optimizer steps the shards
+
+
+def check_sums(groups: Iterable[Any]) -> None:
+    """Raise :class:`UnsupportedLayout` if the script has changed one of these settings since. Gradients that are not
+    reduced are in no sum, and parameters that stay gathered are those before the step."""
+    for group in groups:
+        if not group.reduce_grads:
+            call = "set_requires_gradient_sync(False)"
+        elif group.gradient_divide_factor != 1.0 or not group.force_sum_reduction_for_comms:
+            call = "set_gradient_divide_factor or set_force_sum_reduction_for_comms"
+        elif not group.reshard_after_backward:
+            call = "set_reshard_after_backward(False)"
+        else:
+            continue
+        raise UnsupportedLayout(
+            f"unicron can't heal a module after {call}: leave the call out, since the session adds the gradients of "
+            "the micro-batches itself"
+        )
+
 
 
 def reset(module: torch.nn.Module) -> None:

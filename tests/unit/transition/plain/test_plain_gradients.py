@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from unicron_detector.processes.rank_channel import micro_batch_of
@@ -17,6 +19,7 @@ from unicron_transition.iteration.ledger import Ledger, Proof
 from unicron_transition.plain import flat_gradients
 from unicron_transition.plain.flat_gradients import Bucket, buckets
 from unicron_transition.plain.module import Plain
+from unicron_transition.seams.dtensors import local
 from unicron_transition.seams.table import UnsupportedLayout
 
 TOTAL = 4
@@ -176,6 +179,32 @@ def mixed(batch, model):
 def test_what_would_be_trained_wrongly_is_one_line(forward_step, error, message):
     with pytest.raises(error, match=message) as raised:
         gradients(Model(), forward_step).compute(Ledger(0, TOTAL, [0, 1]))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: model.set_requires_gradient_sync(False),
+        lambda model: model.set_reshard_after_backward(False),
+        lambda model: model.set_gradient_divide_factor(2.0),
+    ],
+)
+def test_settings_by_which_sharded_gradients_would_be_in_no_sum_are_refused(call):
+    """They are one line in a pass, and set back where the session begins."""
+    model = fully_shard(Model(), mesh=DeviceMesh("cpu", [0]))
+    call(model)
+    mine = gradients(model)
+    mine.compute(Ledger(0, TOTAL, [0]))
+    before = [local(each.grad).clone() for each in model.parameters()]
+    assert all(each.any() for each in before[:2])
+
+    def calling(batch, whole):
+        call(whole)
+        return mean(batch, whole)
+
+    with pytest.raises(UnsupportedLayout, match="leave the call out") as raised:
+        gradients(model, calling).compute(Ledger(0, TOTAL, [0, 1]))
     assert "\n" not in str(raised.value)
 
 
