@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import struct
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -137,6 +138,8 @@ class PlainGradients(Accumulation):
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._buckets = buckets(parameters.values(), BUCKET_BYTES, work.total)
         self._number = {id(each): number for number, bucket in enumerate(self._buckets) for each in bucket.parameters}
+        self._used = 0  # a sum over the passes of which parameters each of them reached
+        self._seen: list[list[int]] = []  # versions of the views after the last pass
         self._untouched: list[list[int]] = []  # versions of the views without any gradient
         self._sums: list[Sum] = []  # the pending reduces, in the order of the buckets
         self._missing: list[set[int]] = []  # in the last backward pass: each bucket's missing gradients, by identity
@@ -198,6 +201,7 @@ class PlainGradients(Accumulation):
             bucket.flat.zero_()
             bucket.attach()
         self._untouched = [bucket.versions() for bucket in self._buckets]
+        self._used, self._seen = 0, self._untouched
         self._snapshots.forget()
         self._forget_sums()
         self._whole = True
@@ -225,6 +229,7 @@ class PlainGradients(Accumulation):
             scaled.backward()
             self._missing = []
             self._end_backward(time.perf_counter())
+            self._note_used()
             self._finish(ledger, together)
         self._check_untouched(before)
         self._passes += bool(owed)
@@ -242,14 +247,28 @@ class PlainGradients(Accumulation):
         return weighted if counts else weighted * 0.0
 
     # ------------------------------------------------------------ the losses of a replica of several ranks
+    def _note_used(self) -> None:
+        """Note which parameters the last pass has reached. `fully_shard` adds the gradients that each lane has in their
+        order, so with others in another lane it adds those of different parameters."""
+        if self._lanes * self._parts > 1:
+            before, self._seen = self._seen, [bucket.versions() for bucket in self._buckets]
+            pairs = zip(chain.from_iterable(before), chain.from_iterable(self._seen), strict=True)
+            self._used = zlib.crc32(bytes(was != now for was, now in pairs), self._used)
+
     def parts(self, ledger: Ledger) -> list[float]:
         if self._lanes * self._parts == 1:
             return []
         known = {index: Loss(loss, ledger.tokens[index]) for index, loss in ledger.losses.items()}
-        return tell_parts(known, sorted(ledger.done), self._parts, self._part)
+        return [self._used, -self._used, *tell_parts(known, sorted(ledger.done), self._parts, self._part)]
 
     def take_parts(self, ledger: Ledger, numbers: Sequence[float]) -> None:
         if numbers:
+            most, least, *numbers = numbers
+            if most != -least:
+                raise UnsupportedLayout(
+                    "unicron can't heal a sharded module whose micro-batches reach different parameters: fully_shard "
+                    "adds the gradients of a replica's ranks in their order, so let every forward pass use the same"
+                )
             ledger.shared = hear_parts(numbers, sorted(ledger.done), self._parts)
 
     @staticmethod

@@ -72,7 +72,6 @@ def check_sums(groups: Iterable[Any]) -> None:
         )
 
 
-
 def reset(module: torch.nn.Module) -> None:
     """Take the module out of a forward or backward pass whose collectives failed: each parameter is its shard again,
     and nothing waits to be reduced."""

@@ -56,7 +56,7 @@ def per_token(batch, model) -> tuple[torch.Tensor, int]:
     return model(batch)[: batch[0] + 1].sum(), batch[0] + 1
 
 
-def gradients(model: nn.Module, forward_step=mean, lost=lambda: False, where: Where = Where.CARD):
+def gradients(model: nn.Module, forward_step=mean, lost=lambda: False, where: Where = Where.CARD, **more):
     work = Work(
         fetch=fetch,
         total=TOTAL,
@@ -74,6 +74,7 @@ def gradients(model: nn.Module, forward_step=mean, lost=lambda: False, where: Wh
         sequence=0,
         size=0,
     )
+    work = dataclasses.replace(work, **more)
     made = Plain(model, torch.optim.SGD(model.parameters(), lr=0.1), None).gradients(forward_step, work)
     made.begin_iteration(ordered=True, total=TOTAL)
     return made
@@ -206,6 +207,17 @@ def test_settings_by_which_sharded_gradients_would_be_in_no_sum_are_refused(call
     with pytest.raises(UnsupportedLayout, match="leave the call out") as raised:
         gradients(model, calling).compute(Ledger(0, TOTAL, [0, 1]))
     assert "\n" not in str(raised.value)
+
+
+def test_lanes_that_reach_different_parameters_are_refused():
+    """`fully_shard` would add gradients of different parameters."""
+    told = []
+    for lane in range(2):
+        mine = gradients(Model(), place=lane, layout=Layout(shard=2))
+        mine.compute(ledger := Ledger(0, TOTAL, [1, 2]))
+        told.append(mine.parts(ledger))
+    with pytest.raises(UnsupportedLayout, match="reach different parameters"):
+        mine.take_parts(ledger, list(map(max, *told)))
 
 
 def test_buckets_are_of_one_kind_and_not_too_large():
