@@ -15,10 +15,12 @@ a small bucket.
 
 from __future__ import annotations
 
+import math
 import struct
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -135,6 +137,10 @@ class PlainGradients(Accumulation):
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._buckets = buckets(parameters.values(), BUCKET_BYTES, work.total)
         self._number = {id(each): number for number, bucket in enumerate(self._buckets) for each in bucket.parameters}
+        self._tensor = work.layout.tensor
+        self._compared = False  # with other tensor ranks
+        self._used = 0  # a sum over the passes of which parameters each of them reached
+        self._seen: list[list[int]] = []  # versions of the views after the last pass
         self._untouched: list[list[int]] = []  # versions of the views without any gradient
         self._sums: list[Sum] = []  # the pending reduces, in the order of the buckets
         self._missing: list[set[int]] = []  # in the last backward pass: each bucket's missing gradients, by identity
@@ -196,6 +202,7 @@ class PlainGradients(Accumulation):
             bucket.flat.zero_()
             bucket.attach()
         self._untouched = [bucket.versions() for bucket in self._buckets]
+        self._used, self._seen = 0, self._untouched
         self._snapshots.forget()
         self._forget_sums()
         self._whole = True
@@ -224,6 +231,7 @@ class PlainGradients(Accumulation):
             scaled.backward()
             self._missing = []
             self._end_backward(time.perf_counter())
+            self._note_used()
             self._finish(ledger, together)
         fully_shard.gather_anew(self._sharded)
         self._check_untouched(before)
@@ -241,15 +249,52 @@ class PlainGradients(Accumulation):
         return weighted if counts else weighted * 0.0
 
     # ------------------------------------------------------------ the losses of a replica of several ranks
+    def _note_used(self) -> None:
+        """Note which parameters the last pass has reached. `fully_shard` adds the gradients that each lane has in their
+        order, so with others in another lane it adds those of different parameters."""
+        if self._lanes * self._parts > 1:
+            before, self._seen = self._seen, [bucket.versions() for bucket in self._buckets]
+            pairs = zip(chain.from_iterable(before), chain.from_iterable(self._seen), strict=True)
+            self._used = zlib.crc32(bytes(was != now for was, now in pairs), self._used)
+
     def parts(self, ledger: Ledger) -> list[float]:
-        if self._lanes * self._parts == 1:
+        ranks = self._lanes * self._parts
+        if ranks * self._tensor == 1:
             return []
         known = {index: Loss(loss, ledger.tokens[index]) for index, loss in ledger.losses.items()}
-        return tell_parts(known, sorted(ledger.done), self._parts, self._part)
+        told = tell_parts(known, sorted(ledger.done), self._parts, self._part)
+        return [self._used, -self._used, *self._common_parameters(ranks), *told]
+
+    def _common_parameters(self, ranks: int) -> list[float]:
+        """Return, in the first iteration, checksums of the parameters that tensor ranks have in common, each at the
+        place of its lane and part. They differ if the ranks have built the model with different seeds."""
+        if self._tensor == 1 or self._compared:
+            return []
+        mine = 0
+        for each in self._tree.parameters:
+            if not dtensors.is_cut_over(each, "tensor"):
+                mine = zlib.crc32(dtensors.local(each).detach().cpu().reshape(-1).view(torch.uint8).numpy(), mine)
+        numbers = [-math.inf] * (2 * ranks)
+        place = 2 * (self._lane * self._parts + self._part)
+        numbers[place : place + 2] = [mine, -mine]
+        return numbers
 
     def take_parts(self, ledger: Ledger, numbers: Sequence[float]) -> None:
-        if numbers:
-            ledger.shared = hear_parts(numbers, sorted(ledger.done), self._parts)
+        if not numbers:
+            return
+        if numbers[0] != -numbers[1]:
+            raise UnsupportedLayout(
+                "unicron can't heal a sharded module whose micro-batches reach different parameters: fully_shard "
+                "adds the gradients of a replica's ranks in their order, so let every forward pass use the same"
+            )
+        own = 2 + len(self._common_parameters(self._lanes * self._parts))
+        if any(numbers[place] != -numbers[place + 1] for place in range(2, own, 2)):
+            raise UnsupportedLayout(
+                "unicron can't heal a module with parameters that differ between the tensor ranks that share them: "
+                "give all ranks of a replica the same seed before they build the model (torch.manual_seed)"
+            )
+        self._compared = True
+        ledger.shared = hear_parts(numbers[own:], sorted(ledger.done), self._parts)
 
     @staticmethod
     def _parse_result(result: Any) -> tuple[torch.Tensor, Any]:

@@ -80,7 +80,7 @@ class PlainState(TrainingState):
     def model_tensors(self) -> Iterator[torch.Tensor]:
         for tree in self.trees:
             yield from map(dtensors.local, tree.parameters)
-            yield from (buffer for _, buffer in tree.persistent_buffers)
+            yield from (dtensors.local(buffer) for _, buffer in tree.persistent_buffers)
 
 
 class PlainOptimizer:

@@ -112,6 +112,17 @@ def parts_of(tensor: Any) -> int:
     return math.prod(size for size, placement in cuts if not placement.is_replicate())
 
 
+def is_cut_over(tensor: Any, direction: str) -> bool:
+    """Whether the ranks of a mesh's direction have different parts of the tensor."""
+    if not is_distributed(tensor):
+        return False
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return any(
+        name == direction and not placement.is_replicate()
+        for name, placement in zip(names, tensor.placements, strict=True)
+    )
+
+
 def _chunks(ranges: Sequence[Range], count: int, placement: Any) -> list[list[Range]]:
     """Cut the places in these ranges of an axis into `count` chunks of the same size."""
     total = sum(end - begin for begin, end in ranges)

@@ -193,7 +193,13 @@ TORCH_SHARDED = (
             "FSDPModule.reshard": "self",
         },
     ),
-    Seam(f"{FULLY_SHARD}._fully_shard", "FSDPModule.reset_iter_state", NOT_THERE, "leaves a broken pass", {"2.13": "self"}),
+    Seam(
+        f"{FULLY_SHARD}._fully_shard",
+        "FSDPModule.reset_iter_state",
+        NOT_THERE,
+        "leaves a broken pass",
+        {"2.13": "self"},
+    ),
     Seam(f"{FULLY_SHARD}._fsdp_state", "~_fsdp_param_group", None, "the parameters that are gathered together"),
     Seam(f"{FULLY_SHARD}._fsdp_state", "~_fsdp_param_groups", NOT_THERE, "the same", {"2.13": None}),
     *_seams(f"{FULLY_SHARD}._fsdp_state", "leaves a broken pass", dict.fromkeys(("~_is_root", "~_state_ctx"), None)),
@@ -239,7 +245,9 @@ TORCH_SHARDED = (
         ),
     ),
     *_seams(
-        f"{FULLY_SHARD}._fsdp_collectives", "others are refused", {"DefaultAllGather": None, "DefaultReduceScatter": None}
+        f"{FULLY_SHARD}._fsdp_collectives",
+        "others are refused",
+        {"DefaultAllGather": None, "DefaultReduceScatter": None},
     ),
     Seam(f"{FULLY_SHARD}._fsdp_common", "~shard_process_group", None, "the group that gathers"),
     Seam(f"{FULLY_SHARD}._fsdp_common", "~reduce_scatter_process_group", NOT_THERE, "refused", {"2.13": None}),

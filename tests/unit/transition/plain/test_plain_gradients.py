@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from unicron_detector.processes.rank_channel import micro_batch_of
@@ -17,6 +19,7 @@ from unicron_transition.iteration.ledger import Ledger, Proof
 from unicron_transition.plain import flat_gradients
 from unicron_transition.plain.flat_gradients import Bucket, buckets
 from unicron_transition.plain.module import Plain
+from unicron_transition.seams.dtensors import local
 from unicron_transition.seams.table import UnsupportedLayout
 
 TOTAL = 4
@@ -53,7 +56,7 @@ def per_token(batch, model) -> tuple[torch.Tensor, int]:
     return model(batch)[: batch[0] + 1].sum(), batch[0] + 1
 
 
-def gradients(model: nn.Module, forward_step=mean, lost=lambda: False, where: Where = Where.CARD):
+def gradients(model: nn.Module, forward_step=mean, lost=lambda: False, where: Where = Where.CARD, **more):
     work = Work(
         fetch=fetch,
         total=TOTAL,
@@ -71,6 +74,7 @@ def gradients(model: nn.Module, forward_step=mean, lost=lambda: False, where: Wh
         sequence=0,
         size=0,
     )
+    work = dataclasses.replace(work, **more)
     made = Plain(model, torch.optim.SGD(model.parameters(), lr=0.1), None).gradients(forward_step, work)
     made.begin_iteration(ordered=True, total=TOTAL)
     return made
@@ -177,6 +181,60 @@ def test_what_would_be_trained_wrongly_is_one_line(forward_step, error, message)
     with pytest.raises(error, match=message) as raised:
         gradients(Model(), forward_step).compute(Ledger(0, TOTAL, [0, 1]))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: model.set_requires_gradient_sync(False),
+        lambda model: model.set_reshard_after_backward(False),
+        lambda model: model.set_gradient_divide_factor(2.0),
+    ],
+)
+def test_settings_by_which_sharded_gradients_would_be_in_no_sum_do_nothing(call):
+    """Whether a script changes them before the session or in a forward pass."""
+    sums = []
+    for calls in (False, True):
+        torch.manual_seed(1)
+        model = fully_shard(Model(), mesh=DeviceMesh("cpu", [0]))
+        if calls:
+            call(model)
+
+        def calling(batch, whole, calls=calls):
+            if calls:
+                call(whole)
+            return mean(batch, whole)
+
+        gradients(model, calling).compute(Ledger(0, TOTAL, [0, 1]))
+        sums.append([None if each.grad is None else local(each.grad).clone() for each in model.parameters()])
+    for one, other in zip(*sums, strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("seeds", [(1, 1), (1, 2)])
+def test_tensor_ranks_that_built_what_they_share_with_different_seeds_are_refused(seeds):
+    """torch would send the values of the first one, which is not there when a rank builds its model."""
+    told = []
+    for place, seed in enumerate(seeds):
+        torch.manual_seed(seed)
+        mine = gradients(Model(), place=place, layout=Layout(tensor=2))
+        mine.compute(ledger := Ledger(0, TOTAL, [1]))
+        told.append(mine.parts(ledger))
+    if seeds[0] == seeds[1]:
+        return mine.take_parts(ledger, list(map(max, *told)))
+    with pytest.raises(UnsupportedLayout, match=r"the same seed .* \(torch\.manual_seed\)"):
+        mine.take_parts(ledger, list(map(max, *told)))
+
+
+def test_lanes_that_reach_different_parameters_are_refused():
+    """`fully_shard` would add gradients of different parameters."""
+    told = []
+    for lane in range(2):
+        mine = gradients(Model(), place=lane, layout=Layout(shard=2))
+        mine.compute(ledger := Ledger(0, TOTAL, [1, 2]))
+        told.append(mine.parts(ledger))
+    with pytest.raises(UnsupportedLayout, match="reach different parameters"):
+        mine.take_parts(ledger, list(map(max, *told)))
 
 
 def test_buckets_are_of_one_kind_and_not_too_large():

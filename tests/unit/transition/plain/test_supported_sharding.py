@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.support.texts import raises_text
@@ -145,3 +145,14 @@ def test_ranks_that_are_no_whole_replicas_are_refused_in_one_line(meshes):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.raises(ValueError, match="1 ranks are no whole replicas of TP2 F2: start a multiple of 4 ranks"):
         Meshes(SHAPE, "cpu").mesh("shard")
+
+
+def test_a_buffer_that_is_distributed_is_sent_as_this_ranks_part(meshes):
+    """A plan of tensor parallelism makes such ones, and no transfer is of distributed tensors."""
+    model = two_layers()
+    model[0].register_buffer("scale", torch.ones(3))
+    parallelize_module(model, meshes.mesh("tensor"), {"0": ColwiseParallel()})
+    fully_shard(model, mesh=meshes.mesh("shard"))
+    assert isinstance(model[0].scale, DTensor)
+    state = Plain(model, torch.optim.SGD(model.parameters(), lr=0.1), None).state(1)
+    assert not any(isinstance(each, DTensor) for each in state.model_tensors())
