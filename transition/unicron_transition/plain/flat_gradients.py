@@ -273,7 +273,7 @@ class PlainGradients(Accumulation):
         mine = 0
         for each in self._tree.parameters:
             if not dtensors.is_cut_over(each, "tensor"):
-                mine = zlib.crc32(dtensors.local(each).detach().cpu().reshape(-1).view(torch.uint8).numpy(), mine)
+                mine = zlib.crc32(dtensors.local(each).detach().cpu().reshape(-1).view(torch.uint8).numpy().data, mine)
         numbers = [-math.inf] * (2 * ranks)
         place = 2 * (self._lane * self._parts + self._part)
         numbers[place : place + 2] = [mine, -mine]
