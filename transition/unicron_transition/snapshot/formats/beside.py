@@ -23,6 +23,10 @@ COUNTS = ("iter_num", "iteration", STEP, "step")  # counts of iterations in a sc
 OF_FSDP = "pytorch_model_fsdp_"  # the start of the name of the inner folder in which Accelerate saves FSDP's shards
 MOST, MOST_STEP = 1 << 20, 10**15  # bytes of the trainer's state that are read: its history has a line for each step
 FILES = re.compile(r".+\.(?:pt|pth|bin|pkl)|adapter_model\.safetensors")
+TORCH_FILE = (
+    "{} is a file of torch.save: name the file itself if it has the model's state under a key; otherwise save that as "
+    "model.safetensors, or the states of model and optimizer with torch.distributed.checkpoint.save"
+)
 FOLDERS = re.compile(r"global_step\d+|pytorch_model(?:_\d+|_fsdp_\d+)?|optimizer(?:_\d+)?|recipe_state")
 # Files that are not states: the same weights again, settings of a run, and files that a format's own reader takes.
 OTHERS = re.compile(
@@ -51,8 +55,8 @@ WHY_NOT = (
         "{} is one rank's part, of verl: `python -m verl.model_merger merge` makes a folder of Hugging Face's of them",
     ),
     ("*_model_*.pt", "{} is a file of torch.save: save its weights as model.safetensors"),
-    ("*.pth", "{} is a file of torch.save: name the file itself, or save its weights as model.safetensors"),
-    ("*.pt", "{} is a file of torch.save: name the file itself, or save its weights as model.safetensors"),
+    ("*.pth", TORCH_FILE),
+    ("*.pt", TORCH_FILE),
 )
 
 

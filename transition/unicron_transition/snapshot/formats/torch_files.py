@@ -25,7 +25,10 @@ RANK = re.compile(r"(?<![a-z])rank[-_]?\d", re.IGNORECASE)  # in the name of a f
 MODELS = ("model", "state_dict", "model_state_dict")  # names under which scripts save the model's tensors
 SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
 NEMO = ".nemo"
-SAVE = "save its weights as model.safetensors (transformers' save_pretrained, or safetensors.torch.save_file)"
+SAVE = (
+    "save its weights as model.safetensors (transformers' save_pretrained, or safetensors.torch.save_file), or the "
+    "states of model and optimizer with torch.distributed.checkpoint.save"
+)
 
 
 def read(path: Path) -> Index | None:
