@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.gpu.rows import on_card, patience, row, say
 from tests.support import proof, rank_harness
+from tests.support.matrix import EIGHT, lanes_of, size_of
 from tests.support.moments import fault
 from tests.support.rank_harness import Ranks
 
@@ -150,6 +151,11 @@ SHAPES: dict[str, tuple[str, dict[str, str], str]] = {
         {"TINY_EXPERTS": "aux_loss", "TINY_TOKENS": "1", "TINY_BF16": "1"},
         "backward",
     ),
+    "EP2 x DP4, eight experts, overlapped reduces, kill in the all-to-all": (
+        "1 1 1 2 1",
+        EIGHT | OVERLAP,
+        "tokens",
+    ),
 }
 SHAPE_LOSSES = 1e-3  # bf16 and fp16: the last bit of a sum may send a token to another expert
 
@@ -158,8 +164,7 @@ def shapes() -> dict[str, Case]:
     """Return the cases of :data:`SHAPES`, each after an undisturbed one of its layout."""
     found = {}
     for name, (layout, settings, place) in SHAPES.items():
-        tensor, pipeline, _ = map(int, layout.split())
-        replica = tensor * pipeline
+        replica, lanes = size_of(layout), lanes_of(layout)
         common = {"TINY_LAYOUT": layout, **settings}
         like = name.rsplit(", kill", 1)[0] + ", undisturbed"
         keywords = {"replica": replica}
@@ -168,9 +173,10 @@ def shapes() -> dict[str, Case]:
         survivors = everyone[:replica]
         for title, faults, left in (
             (like, [], everyone),
-            (name, [fault(len(everyone) - 1, 1, place, 1 if place == "backward" else 0)], survivors),
+            (name, [fault(len(everyone) - 1, 1, place, 1 if place in ("backward", "tokens") else 0)], survivors),
         ):
-            found[title] = Case(faults, left, len(everyone), 4, common, keywords, like, gradients=False, losses=losses)
+            more = {"gradients": False, "losses": losses, "lanes": lanes}
+            found[title] = Case(faults, left, len(everyone), 4, common, keywords, like, **more)
     return found
 
 

@@ -18,7 +18,6 @@ UNICRON_PRELOAD = ("sbatch_templates.gpt_imports",)
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
 
 import unicron  # noqa: E402
@@ -81,9 +80,7 @@ def memory_note(made: unicron.Session) -> Callable[[], dict[str, Any]]:
 
 def make() -> unicron.Session:
     """Return the session of tiny_gpt's model on this device."""
-    unicron.init_process_group(BACKEND, unicron.Layout(tensor=tiny_gpt.TENSOR, pipeline=tiny_gpt.PIPELINE))
-    virtual = tiny_gpt.VIRTUAL if tiny_gpt.VIRTUAL > 1 else None
-    parallel_state.initialize_model_parallel(tiny_gpt.TENSOR, tiny_gpt.PIPELINE, virtual)
+    tiny_gpt.initialize(BACKEND)
     chunks, optimizer = tiny_gpt.build()
     if os.environ.get("GPU_PLAIN") != "1":
         tiny_gpt.install_points(chunks, optimizer)

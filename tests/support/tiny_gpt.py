@@ -381,10 +381,10 @@ def plain_iteration(chunks, optimizer, scheduler, number: int, mine) -> list[dic
     return losses
 
 
-def main() -> None:
-    """Train, and save each iteration's gradient, parameters and loss."""
+def initialize(backend: str) -> None:
+    """The groups of the layout."""
     lanes = math.lcm(EXPERT_RANKS * EXPERT_TENSOR, TENSOR) // TENSOR
-    unicron.init_process_group("gloo", unicron.Layout(tensor=TENSOR, pipeline=PIPELINE, expert=lanes))
+    unicron.init_process_group(backend, unicron.Layout(tensor=TENSOR, pipeline=PIPELINE, expert=lanes))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=TENSOR,
         pipeline_model_parallel_size=PIPELINE,
@@ -392,6 +392,11 @@ def main() -> None:
         expert_model_parallel_size=EXPERT_RANKS,
         expert_tensor_parallel_size=EXPERT_TENSOR if EXPERTS else None,
     )
+
+
+def main() -> None:
+    """Train, and save each iteration's gradient, parameters and loss."""
+    initialize("gloo")
     if os.environ.get("TINY_SILENT") == "1":
         fail_silently()
     chunks, optimizer = build()
