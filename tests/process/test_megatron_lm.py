@@ -171,7 +171,8 @@ COMMUNICATE = "--log-params-norm 1 --log-straggler 1 --check-weight-hash-across-
 LOGGED = ("params norm", "load_balancing_loss", "z_loss", "mtp_1 loss")
 
 
-@pytest.mark.parametrize("options", [[], pytest.param(SHARDED, marks=pytest.mark.wide)], ids=["whole", "sharded"])
+@pytest.mark.wide
+@pytest.mark.parametrize("options", [[], SHARDED], ids=["whole", "sharded"])
 def test_a_loss_between_two_iterations_leaves_out_their_numbers_alone(dataset, tmp_path, options):
     """A rank dies where the others wait for it to log the norm of the parameters. The numbers of all other iterations
     are those of all ranks, and all checks but one are made."""

@@ -141,7 +141,8 @@ def test_a_wish_to_stop_is_everybodys(tmp_path):
 def test_all_of_transition_can_be_imported_where_megatron_is_not_installed():
     root = ROOT / "transition"
     paths = sorted(path.relative_to(root).with_suffix("") for path in root.rglob("*.py"))
-    names = [".".join(path.parts).removesuffix(".__init__") for path in paths if path.name != "__main__"]
+    paths = [path for path in paths if path.name != "__main__" and "torchtitan" not in path.parts]  # for that alone
+    names = [".".join(path.parts).removesuffix(".__init__") for path in paths]
     code = f"import sys; sys.modules['megatron'] = None\nimport {', '.join(names)}"
     done = call(sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr

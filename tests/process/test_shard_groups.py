@@ -22,6 +22,7 @@ def world(tmp_path_factory):
     with World(tmp_path_factory.mktemp("groups"), 5, command=SHARDED, **SETTINGS) as started:
         started.wait(lambda: len(started.job().get("members", [])) == 4, "two groups train")
         started.wait(lambda: len(started.job()["standbys"]) == 1, "one rank completes no group")
+        started.trains_on(started.job()["members"])  # all of them have the state
         yield started
 
 
@@ -49,7 +50,6 @@ def four_train(world: World, generation: int) -> None:
 
 @pytest.mark.wide
 def test_elements_of_one_rank_make_groups_and_the_rest_waits(world):
-    world.trains_on(world.job()["members"])
     job = world.job()
     assert (job["layout"], job["replica"], job["replicas"]) == ("F2", 2, 2)
     assert sorted([*job["members"], *job["standbys"]]) == list(range(5))

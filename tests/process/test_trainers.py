@@ -26,7 +26,9 @@ LINE = re.compile(r"step (\d+): loss ([\d.]+), (\d) ranks")
 LOSSES = {"lightning": 1e-6, "accelerate": 2e-3}  # bf16 rounds sums in another order
 
 
-@pytest.mark.parametrize("name", [pytest.param("lightning", marks=pytest.mark.long), "accelerate"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("lightning", marks=pytest.mark.long), pytest.param("accelerate", marks=pytest.mark.wide)]
+)
 def test_a_killed_rank_costs_a_trainers_script_no_iteration(tmp_path: Path, name: str) -> None:
     """Every step is there once, with the loss of an undisturbed run under torchrun, and the rank comes back."""
     script = tmp_path / "train.py"
