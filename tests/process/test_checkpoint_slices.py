@@ -41,6 +41,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {one["iteration"]: one["loss"] for one in json_lines(folder / "losses.0")}
 
 
+@pytest.mark.wide
 def test_a_node_that_dies_while_it_writes_its_slice_costs_no_checkpoint(tmp_path: Path, shared: str) -> None:
     """The other node writes it, no rank writes anything, and another job goes on from the two slices."""
     saves, memory = tmp_path / "saves", Path(shared)

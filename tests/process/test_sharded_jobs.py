@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from tests.process.test_memory import Remembering
-from tests.support.jobs import json_lines
+from tests.support.jobs import World, json_lines
 from tests.support.moments import fault
 from tests.support.processes import LIMIT, ROOT, outside_slurm
 from tests.support.warm import Script
@@ -36,8 +35,9 @@ def test_a_sole_replica_goes_on_from_the_memory_of_its_nodes(tmp_path, losses):
     their shards, and the new rank finds its own in its node's memory."""
     faults = json.dumps([fault(2, 4, "scatter", 1)])
     more = {"TINY_SHARD": "4", "TINY_FAULT": faults}
-    with Remembering(tmp_path, nodes=4, command=COMMAND, **SETTINGS, **more) as job:
-        job.ends()
+    with World(tmp_path, nodes=4, command=COMMAND, **SETTINGS, **more) as job:
+        job.wait(lambda: job.job().get("ended"), "the job is trained to its end")
+        assert job.job()["ended"]["code"] == 0 and job.job()["ledger_violations"] == 0, job.told()
     for slot in range(4):
         steps = json_lines(tmp_path / f"losses.{slot}")
         assert [one["iteration"] for one in steps] == list(range(ITERATIONS)), "none was lost, none was stepped twice"

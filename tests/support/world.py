@@ -727,7 +727,7 @@ class World:
         """All members train one iteration, report it and begin the next."""
         members = self.job(job).order
         agents = {slot: a for a in self.agents if a.job == job and not a.silent for slot in a.slots}
-        lanes = agents[members[0]].shape.lanes
+        lanes = agents[members[0]].shape.lanes if members else 1
         shares = deal(range(MICRO_BATCHES), layout.heads(members, self.job(job).replica), lanes)
         for slot in members:
             agents[slot].step(slot, iteration, shares.get(slot, []))

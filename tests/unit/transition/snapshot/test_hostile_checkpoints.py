@@ -686,6 +686,7 @@ print("all")
 """
 
 
+@pytest.mark.long
 def test_none_of_them_takes_much_memory(tmp_path):
     folders = []
     for number, (what, data) in enumerate(EXPANDING.items()):

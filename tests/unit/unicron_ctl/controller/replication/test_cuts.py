@@ -596,6 +596,7 @@ def test_a_newcomer_without_a_memory_is_not_waited_for_to_get_an_image():
     assert not other.orders(wire.Fetch) and world.job().phase == "running" and world.job().plan.iteration == 0
 
 
+@pytest.mark.long
 def test_images_that_get_on_are_waited_for_but_not_without_end():
     world, _, other = lost_with_copies((0, ""), size=int(100e9))
     for _ in range(20):  # ten times what it should take with a gigabit a second would be almost three hours
