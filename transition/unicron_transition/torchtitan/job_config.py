@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from unicron_transition.seams import modules
 from unicron_transition.seams.table import RESTART, UnsupportedLayout
 from unicron_transition.snapshot.checkpoint import Checkpoints
 
@@ -58,6 +59,16 @@ def _refusals(config: Any) -> Iterator[str]:
         yield f"torchtitan's validation, which waits for ranks that may be gone: leave it out, or {RESTART}"
     if config.checkpoint.create_seed_checkpoint or config.checkpoint.initial_load_in_hf:
         yield "a seed checkpoint, or the first one from Hugging Face: make and convert it with torchtitan itself"
+
+
+def check_optimizers(optimizers: Any) -> None:
+    """Raise :class:`UnsupportedLayout` for torchtitan's container of optimizers if its step does more than theirs: the
+    session steps the optimizer itself, and the biases of experts would stay as they are."""
+    if modules.does_more_in_a_step(optimizers):
+        raise UnsupportedLayout(
+            "unicron can't heal torchtitan's balancing of experts, whose biases change before each step by what all "
+            f"ranks have seen: give the model a load_balance_coeff of None, or {RESTART}"
+        )
 
 
 def checkpoints(config: Any) -> Checkpoints | None:

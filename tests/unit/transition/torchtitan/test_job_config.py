@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from unicron_transition.seams.table import UnsupportedLayout
 from unicron_transition.torchtitan import job_config
@@ -83,3 +84,14 @@ def test_torchtitans_own_checkpoints_are_not_overlooked(config: Any, tmp_path: P
     (tmp_path / "checkpoint" / "step-100").mkdir(parents=True)
     with pytest.raises(UnsupportedLayout, match="initial_load_path"):
         job_config.checkpoints(config)
+
+
+def test_experts_whose_biases_a_step_would_change_are_refused() -> None:
+    """torchtitan does it in a hook of its container of optimizers, whose step a session does not call."""
+    container = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    container.register_step_post_hook(lambda *_: None)  # torchtitan always has this one, for converters
+    job_config.check_optimizers(container)
+    container.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(UnsupportedLayout, match="load_balance_coeff") as found:
+        job_config.check_optimizers(container)
+    assert "\n" not in str(found.value)
