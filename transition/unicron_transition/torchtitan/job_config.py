@@ -55,10 +55,18 @@ def _refusals(config: Any) -> Iterator[str]:
         yield "--optimizer.early_step_in_backward: leave it out"
     if config.training.enable_cpu_offload:
         yield f"--training.enable_cpu_offload: leave it out, or {RESTART}"
+    if config.fault_tolerance.enable:
+        yield "--fault_tolerance.enable, whose replicas are others than the session's: leave it out"
     if config.validation.enable:
         yield f"torchtitan's validation, which waits for ranks that may be gone: leave it out, or {RESTART}"
     if config.checkpoint.create_seed_checkpoint or config.checkpoint.initial_load_in_hf:
         yield "a seed checkpoint, or the first one from Hugging Face: make and convert it with torchtitan itself"
+    if config.checkpoint.enable and config.checkpoint.load_step >= 0:
+        yield "--checkpoint.load_step, since a session goes on from its newest whole checkpoint: leave it out"
+    if config.checkpoint.enable and config.checkpoint.exclude_from_loading:
+        yield "--checkpoint.exclude_from_loading: leave it out"
+    if config.checkpoint.enable and config.checkpoint.last_save_in_hf:
+        yield "--checkpoint.last_save_in_hf: leave it out, and export the last checkpoint (unicronctl checkpoint export)"
 
 
 def check_optimizers(optimizers: Any) -> None:

@@ -24,6 +24,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         model=SimpleNamespace(converters=[]),
         optimizer=SimpleNamespace(early_step_in_backward=False),
         validation=SimpleNamespace(enable=False),
+        fault_tolerance=SimpleNamespace(enable=False),
         job=SimpleNamespace(dump_folder=str(tmp_path)),
         checkpoint=SimpleNamespace(
             enable=True,
@@ -34,6 +35,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             initial_load_model_only=True,
             initial_load_in_hf=False,
             create_seed_checkpoint=False,
+            load_step=-1,
+            exclude_from_loading=[],
+            last_save_in_hf=False,
         ),
     )
 
@@ -49,7 +53,11 @@ REFUSED = {
     "model.converters": (["float8"], "float8"),
     "optimizer.early_step_in_backward": (True, "early_step_in_backward"),
     "validation.enable": (True, "validation"),
+    "fault_tolerance.enable": (True, "fault_tolerance"),
     "checkpoint.create_seed_checkpoint": (True, "seed checkpoint"),
+    "checkpoint.load_step": (0, "load_step"),
+    "checkpoint.exclude_from_loading": (["lr_scheduler"], "exclude_from_loading"),
+    "checkpoint.last_save_in_hf": (True, "last_save_in_hf"),
 }
 
 
