@@ -57,7 +57,9 @@ def test_lightning_trains_nothing_beside_the_session(tmp_path: Path) -> None:
     """Also if it is told to train for some steps at least, which `trainer.should_stop` would not end."""
     script = tmp_path / "train.py"
     text = PROGRAMS["lightning"].replace("STEPS = 60", "STEPS = 3").replace("shard=2", "shard=1")
-    script.write_text(text.replace("max_steps=STEPS", "max_steps=STEPS, min_steps=2") + 'print("own", trainer.global_step)\n')
+    script.write_text(
+        text.replace("max_steps=STEPS", "max_steps=STEPS, min_steps=2") + 'print("own", trainer.global_step)\n'
+    )
     (ended,) = (Script(script, environment=each | {"OMP_NUM_THREADS": "1"}).wait(PATIENCE) for each in of_a_world(1))
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert [int(step) for step, _, _ in LINE.findall(ended.stdout)] == [1, 2, 3]

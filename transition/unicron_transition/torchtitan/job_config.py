@@ -66,7 +66,7 @@ def _refusals(config: Any) -> Iterator[str]:
     if config.checkpoint.enable and config.checkpoint.exclude_from_loading:
         yield "--checkpoint.exclude_from_loading: leave it out"
     if config.checkpoint.enable and config.checkpoint.last_save_in_hf:
-        yield "--checkpoint.last_save_in_hf: leave it out, and export the last checkpoint (unicronctl checkpoint export)"
+        yield "--checkpoint.last_save_in_hf: leave it out, and use `unicronctl checkpoint export`"
 
 
 def check_optimizers(optimizers: Any) -> None:
