@@ -22,7 +22,8 @@ pytestmark = pytest.mark.process
 
 ITERATIONS = 6
 HIT, SAVED = 3, 2  # the iteration that is broken off, that of the newest checkpoint
-SHAPES = {"dp": ("1 1 1", 1, 3), "tp": ("2 1 1", 2, 4)}  # layout, ranks of a replica, of the job
+# layout, ranks of a replica, of the job
+SHAPES = {"dp": ("1 1 1", 1, 3), "tp": ("2 1 1", 2, 4), "ep": ("1 1 1 2 1", 2, 4)}
 SLOW = {"TINY_SLOW": "0.05", "TINY_DISTOPT": "1", "TINY_ITERATIONS": str(ITERATIONS)}
 
 
@@ -137,6 +138,13 @@ def test_what_is_not_trained_comes_from_memory_too(tmp_path, memory):
     ranks = train(tmp_path, "tp", late, TINY_FROZEN="1", UNICRON_MEMORY=str(memory))
     assert begun(ranks)[1] == HIT
     same_training(tmp_path, tmp_path / "reference", "tp")
+
+
+@pytest.mark.wide
+def test_of_experts_each_lane_finds_what_it_does_not_train(tmp_path, memory):
+    experts = {"TINY_EXPERTS": "aux_loss", "TINY_EXPERT_COUNT": "8", "TINY_DISPATCHER": "alltoall", "TINY_FROZEN": "1"}
+    late = all_at("ep", "fetch", kind="late", delay=0.1)
+    assert begun(train(tmp_path, "ep", late, UNICRON_MEMORY=str(memory), **experts))[1] == HIT
 
 
 # ---------------------------------------------------------------- what lies there is not as it was written

@@ -7,13 +7,16 @@ the same layout in which nothing fails.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import proof
 from tests.support.matrix import ITERATIONS, KINDS, SHARED_EXPERTS, size_of, train
 from tests.support.moments import moments
+from tests.support.rank_harness import Ranks
 
 pytestmark = pytest.mark.process
 
@@ -47,6 +50,8 @@ LONG = [
     ("ep", "eight-fp16", "reduce"),
     ("ep-etp", "eight-allgather", "commit"),
     ("ep-vpp", "eight-overlap", "data"),
+    ("ep-half", "eight", "reduce"),
+    ("ep-across", "six", "tokens"),
 ]
 ALL = [
     *CASES,
@@ -86,3 +91,33 @@ def test_shared_experts_at_any_moment(references, tmp_path, layout, kind, moment
     first = min((iteration for iteration, found in differences.items() if found), default=0)
     limits = {at: HALF_GRADIENTS if half else GRADIENTS if at == first else LATER for at in differences}
     assert all(found <= limits[at] for at, found in differences.items()), differences
+
+
+PADDED = {  # settings with which something may count twice: auxiliary losses, tokens, and the experts' biases
+    "losses": {"TINY_EXPERTS": "seq_aux_loss", "TINY_TOKENS": "1", "TINY_MTP": "1"},
+    "biases": {"TINY_EXPERTS": "bias"},
+}
+
+
+@pytest.mark.parametrize("name", ["losses", pytest.param("biases", marks=pytest.mark.wide)])
+def test_what_a_lane_computes_to_fill_up_a_schedule_counts_nowhere(tmp_path, name):
+    """Five micro-batches over two lanes, of which one computes the last one as well: the gradient is that of one rank
+    with all experts, which goes on from the same checkpoint."""
+    settings = KINDS["eight"] | PADDED[name] | {"TINY_MICRO_BATCHES": "5", "TINY_CHECKPOINTS": str(tmp_path / "saves")}
+    found: dict[str, list[torch.Tensor]] = {}
+    for run, layout, iterations in (("begin", "1 1 1 2 1", 2), ("two", "1 1 1 2 1", 3), ("one", "1 1 1", 3)):
+        settings |= {"TINY_LAYOUT": layout, "TINY_ITERATIONS": str(iterations)}
+        size = size_of(layout)
+        saves = shutil.copytree(tmp_path / "saves", tmp_path / run / "saves") if run != "begin" else tmp_path / "saves"
+        (tmp_path / run).mkdir(exist_ok=True)
+        ranks = Ranks(tmp_path / run, size, [], fork=True, replica=size, **settings | {"TINY_CHECKPOINTS": str(saves)})
+        ranks.drive()
+        found[run] = [torch.load(path)["gradient"] for path in sorted((tmp_path / run).glob("step.2.*"))]
+    (one,), (two, other) = found["one"], found["two"]
+    # The experts of the second rank are where the first one has its own; all else is the same.
+    both = torch.cat([two, other[two != other]])
+    unused = torch.zeros(len(one) - len(both))  # of experts without a token both are zero, and look the same
+    same, largest = torch.cat([both, unused]).sort().values - one.sort().values, one.abs().max()
+    assert float(same.abs().max() / largest) <= GRADIENTS
+    biases = [proof.losses(tmp_path / run, "biases")[2] for run in ("one", "two")]
+    assert biases[0] == biases[1]

@@ -53,3 +53,16 @@ def test_a_killed_rank_costs_a_trainers_script_no_iteration(tmp_path: Path, name
     assert {int(ranks) for _, _, ranks in found} == {RANKS - SHARD, RANKS}
     for (step, loss, _), (_, other, _) in zip(found, wanted, strict=True):
         assert float(loss) == pytest.approx(float(other), rel=LOSSES[name], abs=1e-7), step
+
+
+def test_lightning_trains_nothing_beside_the_session(tmp_path: Path) -> None:
+    """Also if it is told to train for some steps at least, which `trainer.should_stop` would not end."""
+    script = tmp_path / "train.py"
+    text = PROGRAMS["lightning"].replace("STEPS = 60", "STEPS = 3").replace("shard=2", "shard=1")
+    script.write_text(
+        text.replace("max_steps=STEPS", "max_steps=STEPS, min_steps=2") + 'print("own", trainer.global_step)\n'
+    )
+    (ended,) = (Script(script, environment=each | {"OMP_NUM_THREADS": "1"}).wait(PATIENCE) for each in of_a_world(1))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert [int(step) for step, _, _ in LINE.findall(ended.stdout)] == [1, 2, 3]
+    assert "own 0" in ended.stdout

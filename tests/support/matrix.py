@@ -25,6 +25,8 @@ SHARED_EXPERTS = {  # TP PP VPP EP ETP, replicas
     "ep-pp": ("1 2 1 2 1", 2),
     "ep-vpp": ("1 2 2 2 1", 2),
     "ep-alone": ("2 1 1 2 2", 1),
+    "ep-half": ("4 1 1 2 1", 2),  # two of a replica's tensor-parallel ranks have the same experts
+    "ep-across": ("2 1 1 3 1", 2),  # neither divides the other: a block has them twice
 }
 EIGHT = {"TINY_EXPERTS": "aux_loss", "TINY_EXPERT_COUNT": "8", "TINY_DISPATCHER": "alltoall"}
 KINDS: dict[str, dict[str, str]] = {
@@ -52,6 +54,7 @@ KINDS: dict[str, dict[str, str]] = {
     "eight-bias": EIGHT | {"TINY_EXPERTS": "bias", "TINY_BF16": "1"},
     "eight-fp16": EIGHT | {"TINY_FP16": str(2.0**19)},
     "eight-overlap": EIGHT | {"TINY_OVERLAP": "1", "TINY_MTP": "1"},
+    "six": EIGHT | {"TINY_EXPERT_COUNT": "6"},
     "eight-sharded": EIGHT | {"TINY_DISTOPT": "1"},
     "eight-sharded-overlap": EIGHT | {"TINY_DISTOPT": "1", "TINY_OVERLAP": "1", "TINY_GATHER": "1"},
     "mtp": {"TINY_MTP": "1"},

@@ -193,10 +193,12 @@ def part(config, stage: int | None):
     )
     if (how := os.environ.get("TINY_FROZEN", "0")) != "0":
         layer = model.decoder.layers[0]
-        for frozen in (layer.input_layernorm.weight, layer.mlp.linear_fc1.weight):
+        mlp = layer.mlp.experts.local_experts[0] if EXPERTS else layer.mlp
+        for frozen in (layer.input_layernorm.weight, mlp.linear_fc1.weight):
             frozen.requires_grad_(False)
             if how == "1" and INCARNATION == 0:
-                frozen.mul_(torch.linspace(0.5, 2.0, frozen.numel()).view_as(frozen))
+                own = SLOT % EXPERT_RANKS if frozen is mlp.linear_fc1.weight else 0  # lanes have other experts
+                frozen.mul_(torch.linspace(0.5, 2.0 + own, frozen.numel()).view_as(frozen))
     return Float16Module(config, model) if BF16 or FP16 else model
 
 

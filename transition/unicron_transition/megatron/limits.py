@@ -33,6 +33,13 @@ LIMITS = (
         _has("global_aux_loss"),
     ),
     Limit("moe_enable_routing_replay", ", whose routes belong to ranks and not to micro-batches: unset it"),
+    Limit(
+        "moe_token_dispatcher_type",
+        "the flex token dispatcher, whose buffers keep the group of their beginning: use alltoall or allgather",
+        _has("flex"),
+    ),
+    Limit("overlap_moe_expert_parallel_comm", ", whose schedule calls no forward step of a session: unset it"),
+    Limit("dsa_indexer_loss_coeff", ", whose gradient Megatron adds with a weight of its own: unset it"),
     Limit("moe_use_upcycling", ", which builds a second model: begin from an upcycled checkpoint"),
     Limit("qk_clip", ", which changes parameters after the step by what each rank has seen: unset it"),
     Limit("fp8", "fp8 and fp4, whose scaling factors are a state of their own: use bf16"),

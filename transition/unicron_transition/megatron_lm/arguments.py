@@ -31,7 +31,6 @@ REFUSED_OPTIONS = {
     ),
     "nccl_ub": "--use-nccl-ub: leave it out",
     **_options("log_max_attention_logit", ", which is a part of Megatron-LM's own step: leave it out"),
-    **_options("dsa_indexer_loss_coeff", ", whose log waits for other ranks: leave it out"),
     **_options("inprocess_restart", ", which restarts what unicron keeps: leave it out"),
     **_options("enable_ft_package", ", which would end what unicron heals: leave it out"),
     **_options("data_parallel_random_init", ": all replicas have to begin alike"),

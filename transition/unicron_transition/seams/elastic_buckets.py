@@ -248,8 +248,8 @@ def lanes(model: Sequence[Any]) -> int:
     dense, experts = (
         dist.get_process_group_ranks(group) for group in (model[0].intra_dp_cp_group, model[0].intra_expt_dp_group)
     )
-    count = len(dense) // len(experts)
-    return count if dense[dense.index(dist.get_rank()) % count :: count] == experts else 0
+    count = len(dense) // len(experts)  # 0 if tensor-parallel ranks share experts among less than all of them
+    return count if count and dense[dense.index(dist.get_rank()) % count :: count] == experts else 0
 
 
 def _refuse(*settings: tuple[bool, str]) -> None:

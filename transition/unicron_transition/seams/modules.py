@@ -89,6 +89,11 @@ def steps_in_backward(parameter: torch.nn.Parameter) -> bool:
     return hasattr(parameter, "_in_backward_optimizers")
 
 
+def does_more_in_a_step(optimizer: Any) -> bool:
+    """Whether something is to be done before each step of this optimizer."""
+    return bool(optimizer._optimizer_step_pre_hooks)
+
+
 def original_module(model: Any) -> Any:
     """Return the module inside `torch.compile`; the model itself if it was not compiled."""
     return getattr(model, "_orig_mod", model)

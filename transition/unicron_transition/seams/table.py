@@ -133,6 +133,12 @@ TORCH_MODELS = (
         None,
         "steps in the backward pass are refused",
     ),
+    Seam(
+        "torch.optim.optimizer",
+        "Optimizer.~_optimizer_step_pre_hooks",
+        None,
+        "what a program does before a step is refused where it would be left out",
+    ),
 )
 # Compared when a model has distributed tensors, whose modules are imported by then.
 TORCH_DTENSORS = (

@@ -249,9 +249,12 @@ class Shards:
         own = (old.count, old.step, sorted(old.shards)) if old is not None else (0, 0.0, [])
         exchange, index = self._exchange_of_lanes, self._group_of_lanes.rank()
         count, step, held = exchange.who_holds(*own)
-        if not any(held):
-            raise MissingShard(f"no rank holds state {version} of generation {base}")
-        header = exchange.header(old.header if old else b"", next(rank for rank, has in enumerate(held) if has))
+        of_lanes = [held[lane :: self._lanes] for lane in range(self._lanes)]
+        if not all(map(any, of_lanes)):
+            raise MissingShard(f"no rank holds state {version} of generation {base}, or some lane of it")
+        # Of this place: another lane has other experts, and so other untrained tensors.
+        source = next(rank for rank, has in enumerate(of_lanes[index % self._lanes]) if has)
+        header = self._exchange.header(old.header if old else b"", source)
         if not whole(bytes(msgpack.unpackb(header, strict_map_key=False)["extra"])):
             self._pass_over((base, version))
             raise CopyFailed(f"a part of state {version} of generation {base} is nowhere")

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from unicron_transition.seams import modules
 from unicron_transition.seams.table import RESTART, UnsupportedLayout
 from unicron_transition.snapshot.checkpoint import Checkpoints
 
@@ -54,10 +55,28 @@ def _refusals(config: Any) -> Iterator[str]:
         yield "--optimizer.early_step_in_backward: leave it out"
     if config.training.enable_cpu_offload:
         yield f"--training.enable_cpu_offload: leave it out, or {RESTART}"
+    if config.fault_tolerance.enable:
+        yield "--fault_tolerance.enable, whose replicas are others than the session's: leave it out"
     if config.validation.enable:
         yield f"torchtitan's validation, which waits for ranks that may be gone: leave it out, or {RESTART}"
     if config.checkpoint.create_seed_checkpoint or config.checkpoint.initial_load_in_hf:
         yield "a seed checkpoint, or the first one from Hugging Face: make and convert it with torchtitan itself"
+    if config.checkpoint.enable and config.checkpoint.load_step >= 0:
+        yield "--checkpoint.load_step, since a session goes on from its newest whole checkpoint: leave it out"
+    if config.checkpoint.enable and config.checkpoint.exclude_from_loading:
+        yield "--checkpoint.exclude_from_loading: leave it out"
+    if config.checkpoint.enable and config.checkpoint.last_save_in_hf:
+        yield "--checkpoint.last_save_in_hf: leave it out, and use `unicronctl checkpoint export`"
+
+
+def check_optimizers(optimizers: Any) -> None:
+    """Raise :class:`UnsupportedLayout` for torchtitan's container of optimizers if its step does more than theirs: the
+    session steps the optimizer itself, and the biases of experts would stay as they are."""
+    if modules.does_more_in_a_step(optimizers):
+        raise UnsupportedLayout(
+            "unicron can't heal torchtitan's balancing of experts, whose biases change before each step by what all "
+            f"ranks have seen: give the model a load_balance_coeff of None, or {RESTART}"
+        )
 
 
 def checkpoints(config: Any) -> Checkpoints | None:

@@ -48,6 +48,12 @@ class Stream:
             self._next()
         return self._last
 
+    def is_behind(self, iteration: int) -> bool:
+        """Whether another rank has read this stream since, and noted a position nearer to this iteration."""
+        if iteration <= self.position:
+            return False
+        return any(self.position < noted <= iteration for noted in _positions(self._notes))
+
     def _skip_to(self, iteration: int) -> None:
         while self.position < iteration:
             self._next()
@@ -73,7 +79,8 @@ class Stream:
             self._notes.mkdir(parents=True, exist_ok=True)
             torch.save(_state(self._loader), half)
             half.replace(path)
-            for old in _positions(self._notes)[NOTES:]:
+            # Those ahead stay: the job may have gone back, and comes there again.
+            for old in [each for each in _positions(self._notes) if each <= self.position][NOTES:]:
                 (self._notes / str(old)).unlink(missing_ok=True)
         except OSError as error:
             if not self._warned:
@@ -109,7 +116,7 @@ class Streams:
     def __call__(self, iteration: int, index: int) -> Any:
         """Return micro-batch `index` of `iteration`."""
         stream = self._open.get(index)
-        if stream is None or iteration < stream.position - 1:  # the job went back
+        if stream is None or iteration < stream.position - 1 or stream.is_behind(iteration):
             stream = self._open[index] = Stream(self._build(index), self._notes / f"stream-{index}", iteration)
         return stream.at(iteration)
 

@@ -64,6 +64,7 @@ class HealedTrainer(Trainer):  # type: ignore[misc]  # torchtitan has no types
     def _session(self) -> Session:
         config = self.job_config
         training = config.training
+        job_config.check_optimizers(self.optimizers)
         self._micro_batches = training.global_batch_size // training.local_batch_size
         return Session(
             model=self.model_parts[0],

@@ -39,7 +39,7 @@ def session_of(monkeypatch, sizes: dict[str, int], tied: bool = True, **settings
         ({"pipeline_model": 2}, {"num_moe_experts": 4}),
         ({}, {"num_moe_experts": 4, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}),
         ({"tensor_model": 2, "expert_tensor": 2}, {"mtp_num_layers": 1}),
-        ({"tensor_model": 2, "expert_tensor": 2}, {"num_moe_experts": 4}),
+        ({"tensor_model": 2, "expert_tensor": 2}, {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}),
         ({"pipeline_model": 2}, {"mtp_num_layers": 1, "tied": False}),
     ],
 )
@@ -58,6 +58,9 @@ def test_what_can_be_healed_is_not_refused(monkeypatch, sizes, settings):
         ({}, {"num_moe_experts": 4, "moe_router_load_balancing_type": "global_aux_loss"}),
         ({}, {"num_moe_experts": 4, "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}),
         ({}, {"num_moe_experts": 4, "moe_enable_routing_replay": True}),
+        ({}, {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex"}),
+        ({}, {"num_moe_experts": 4, "overlap_moe_expert_parallel_comm": True}),
+        ({}, {"dsa_indexer_loss_coeff": 0.01}),
         ({"pipeline_model": 2}, {"mtp_num_layers": 1}),
         ({}, {"num_moe_experts": 4, "qk_clip": True}),
         ({}, {"fp8": "hybrid"}),

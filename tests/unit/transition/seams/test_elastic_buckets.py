@@ -324,3 +324,36 @@ def test_a_tensor_that_is_in_no_image_leaves_the_file_to_the_rank(build, tmp_pat
     heads = []
     kept.export(9, b"", lambda about, step: heads.append(about) or b"", untrained=offsets)
     assert not heads and not kept.set_aside(9)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lanes"),
+    [
+        ((1, 2, 1), 2),
+        ((2, 4, 1), 2),
+        ((2, 2, 2), 2),
+        ((2, 2, 1), 1),
+        ((2, 3, 1), 0),
+        ((4, 2, 1), 0),
+    ],
+    ids=lambda given: "-".join(map(str, given)) if isinstance(given, tuple) else "",
+)
+def test_data_parallel_ranks_that_share_experts_are_counted_in_megatrons_groups(sizes, lanes):
+    """sizes: TP, EP, ETP. 0 is refused: tensor ranks of a replica would have the same experts."""
+    from megatron.core import parallel_state
+
+    tensor, expert, expert_tensor = sizes
+    process_groups.init_without_peers(0, 2 * tensor * expert * expert_tensor)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor, expert_model_parallel_size=expert, expert_tensor_parallel_size=expert_tensor
+        )
+        chunk = SimpleNamespace(
+            expert_parallel_buffers=["of the experts"],
+            intra_dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            intra_expt_dp_group=parallel_state.get_expert_data_parallel_group(),
+        )
+        assert elastic_buckets.lanes([chunk]) == lanes
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

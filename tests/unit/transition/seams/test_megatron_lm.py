@@ -75,7 +75,8 @@ def test_each_of_the_others_is_refused_by_its_name(name):
 
 @pytest.mark.parametrize("limit", limits.LIMITS, ids=lambda limit: limit.name)
 def test_a_limit_of_sessions_is_one_of_programs(limit):
-    value = "global_aux_loss" if limit.name == "moe_router_load_balancing_type" else 3
+    words = {"moe_router_load_balancing_type": "global_aux_loss", "moe_token_dispatcher_type": "flex"}
+    value = words.get(limit.name, 3)
     with pytest.raises(CannotHeal) as found:
         arguments.check(args(**{arguments.OPTIONS.get(limit.name, limit.name): value}))
     assert limit.words in str(found.value)

@@ -84,3 +84,23 @@ def test_data_that_end_are_said_to_end(tmp_path: Path, read: list[int]) -> None:
     fetch = Streams(lambda index: Loader(index, read, length=3), tmp_path)
     with pytest.raises(IndexError, match="ends before iteration 3: let it repeat"):
         fetch(3, 0)
+
+
+def test_who_gets_a_stream_back_goes_on_from_what_the_other_has_noted(fetch: Streams, read: list[int]) -> None:
+    assert fetch(3, 0) == (0, 3)
+    other = again(fetch, read)
+    for iteration in range(4, 20):
+        other(iteration, 0)
+    read.clear()
+    assert fetch(20, 0) == (0, 20)
+    assert read == [19, 20]
+
+
+def test_a_job_that_goes_back_far_notes_where_it_is(fetch: Streams, read: list[int]) -> None:
+    for iteration in range(20):
+        fetch(iteration, 0)
+    for iteration in range(3, 9):
+        fetch(iteration, 0)
+    read.clear()
+    assert again(fetch, read)(9, 0) == (0, 9)
+    assert read == [8, 9]
