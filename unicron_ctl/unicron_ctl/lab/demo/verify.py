@@ -69,7 +69,10 @@ class ReferenceRun:
         for file in files:
             for source in _sources(file, "gradient"):
                 mine = parts.assemble(source.box, parts.PARAMETER, gradient[source.box.name])
-                found = source.read(parts.PARAMETER) - mine.reshape(-1)[source.begin : source.end]
+                found = (
+                    source.read(parts.PARAMETER, 0, source.end - source.begin)
+                    - mine.reshape(-1)[source.begin : source.end]
+                )
                 worst = max(worst, float(found.abs().max()))
         return worst
 
