@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from tests.support import proof
 from tests.support.rank_harness import Ranks
+from unicron_transition.megatron import limits
 
 ITERATIONS = 4
 OVERFLOWS = str(2.0**22)  # a scale that is too large in the first two iterations, or three
@@ -71,7 +71,7 @@ def size_of(layout: str) -> int:
 def lanes_of(layout: str) -> int:
     """Data-parallel ranks that share experts."""
     tensor, _, _, *shared = map(int, layout.split())
-    return math.lcm(math.prod(shared), tensor) // tensor if shared else 1
+    return limits.lanes_of(tensor, *shared) if shared else 1
 
 
 def train(out: Path, layout: str, settings: dict[str, str], faults: list[dict], **keywords: Any) -> Ranks:

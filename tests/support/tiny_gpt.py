@@ -18,7 +18,6 @@ two, as they are built.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import warnings
@@ -27,6 +26,7 @@ from pathlib import Path
 UNICRON_PRELOAD = ("sbatch_templates.gpt_imports",)
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from unicron_transition.generations import layout  # noqa: E402
+from unicron_transition.megatron import limits  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -385,7 +385,7 @@ def plain_iteration(chunks, optimizer, scheduler, number: int, mine) -> list[dic
 
 def initialize(backend: str) -> None:
     """The groups of the layout."""
-    lanes = math.lcm(EXPERT_RANKS * EXPERT_TENSOR, TENSOR) // TENSOR
+    lanes = limits.lanes_of(TENSOR, EXPERT_RANKS, EXPERT_TENSOR)
     unicron.init_process_group(backend, unicron.Layout(tensor=TENSOR, pipeline=PIPELINE, expert=lanes))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=TENSOR,

@@ -53,7 +53,7 @@ class Exchange:
     ):
         self._process = process
         self._links = links  # returns those among all members of the present generation, if it has any
-        self._groups = groups  # those of a plain module; Megatron keeps its own
+        self._groups = groups  # None if they are those that Megatron keeps
         self._sending: list[Any] = []  # sent by the last exchange; the next one ends after it has arrived
 
     # ------------------------------------------------------------ groups
@@ -62,23 +62,16 @@ class Exchange:
         """The ranks at this rank's place in all replicas; None for the whole world."""
         if self._process.layout.size == 1:
             return None
-        if self._megatrons:
+        if self._groups is None:
             return megatron_core.module("parallel_state").get_data_parallel_group(with_context_parallel=True)
-        assert self._groups is not None
         return self._groups.alike
 
     @property
     def replica(self) -> Any:
         """The ranks of this rank's replica."""
-        if self._megatrons:
+        if self._groups is None:
             return megatron_core.module("parallel_state").get_model_parallel_group()
-        assert self._groups is not None
         return self._groups.replica
-
-    @property
-    def _megatrons(self) -> bool:
-        """Whether the groups are Megatron's. With lanes, its data-parallel group is of the ranks at several places."""
-        return self._process.layout.lanes == 1 and bool(megatron_core.parallel_groups())
 
     # ------------------------------------------------------------ sums and largest numbers
     def inside(self, numbers: Sequence[float]) -> list[float]:

@@ -90,6 +90,7 @@ class PlainOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, clip_grad: float | None, scaler: Any):
         self.optimizer, self._module, self._scaler = optimizer, module, scaler
         self._tree = modules.ModuleTree(module)
+        self._sharded = any(map(dtensors.is_distributed, self._tree.parameters))
         self._clip = clip_grad  # the largest norm of all gradients together, or None
         self._sum_inside: Callable[[float], float] = lambda number: number
         self._ranks = 1  # of the replica
@@ -129,7 +130,7 @@ class PlainOptimizer:
 
     def step(self) -> tuple[bool, float | None, None]:
         """Step, and return (whether the parameters have changed, the norm of all gradients, None)."""
-        norm = self._clip_shards(self._clip) if self._clip is not None and self._is_sharded() else None
+        norm = self._clip_shards(self._clip) if self._clip is not None and self._sharded else None
         return self.step_with_ready_grads(norm)
 
     def step_with_ready_grads(self, norm: float | None = None) -> tuple[bool, float | None, None]:
@@ -138,7 +139,7 @@ class PlainOptimizer:
             self._scaler.unscale_(self.optimizer)
         if self._clip is not None and norm is None:
             norm = float(torch.nn.utils.clip_grad_norm_(self.trained_parameters().values(), self._clip))
-        if self._is_sharded() and not self._stepped:
+        if self._sharded and not self._stepped:
             with fully_shard.no_communication(type(self.optimizer).__name__):
                 succeeded = self._step()
         else:
@@ -147,9 +148,6 @@ class PlainOptimizer:
             self._stepped = True
             self._check_state()
         return succeeded, norm, None
-
-    def _is_sharded(self) -> bool:
-        return any(map(dtensors.is_distributed, self._tree.parameters))
 
     def _clip_shards(self, most: float) -> float:
         """Clip the gradients as `clip_grad_norm_` does, and return their norm. The squares are summed over the ranks of

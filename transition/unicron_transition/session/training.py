@@ -185,10 +185,11 @@ class Training:
         return member
 
     def _groups(self, kind: ModelKind) -> groups.Groups | WorldGroups | None:
-        """Return the groups of this rank's replica and place; None if Megatron keeps them, or a rank is a replica."""
-        if self._member.groups is not None or self.layout.size == 1 or (kind.keeps_groups and self.layout.lanes == 1):
-            return self._member.groups
-        return WorldGroups(self.layout)
+        """Return the groups of this rank's replica and place; None if Megatron keeps them, or a rank is a replica. With
+        lanes Megatron's data-parallel group is of the ranks at several places."""
+        if self.layout.size == 1 or (kind.keeps_groups and self.layout.lanes == 1):
+            return None
+        return self._member.groups or WorldGroups(self.layout)
 
     @property
     def micro_batches(self) -> int:
