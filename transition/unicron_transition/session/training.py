@@ -283,7 +283,7 @@ class Training:
         kept = self._gradients.restore()
         marks = self._trials.marks(ledger, kept)
         if not kept:
-            ledger.drop()
+            ledger.discard()
         retry = self._trials.retry(ledger, marks, self._at.loss or 0.0)
         if retry.skipped != ledger.skipped:
             ledger.skipped = retry.skipped
@@ -291,7 +291,7 @@ class Training:
         elif retry.drops:
             self._gradients.drop()
         if retry.drops:
-            ledger.drop()
+            ledger.discard()
         ledger.reassign(retry.assigned)
 
     def _leave_schedule(self) -> None:

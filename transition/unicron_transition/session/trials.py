@@ -123,7 +123,7 @@ class Trials:
             error = UnsoundIteration(
                 f"{number_spans('micro-batch', faulty)} of iteration {ledger.iteration} "
                 f"{'is' if len(faulty) == 1 else 'are'} at fault: not finite {where}. Look at "
-                f"fetch({ledger.iteration}, {first}), or leave such out with Session(on_bad_batch=\"skip\")"
+                f'fetch({ledger.iteration}, {first}), or leave such out with Session(on_bad_batch="skip")'
             )
         if self._on_bad is OnBadBatch.END or not left:
             name_micro_batch(error, ledger.iteration, first)
@@ -152,8 +152,8 @@ class Trials:
             indices = [index for index, of in culprits.items() if of == replica]
             slots = members[replica * size : (replica + 1) * size]
             text = (
-                f"{number_spans('micro-batch', indices)} of iteration {ledger.iteration} made a loss or a gradient that "
-                f"is not sound on {number_spans('slot', slots)}, and a sound one when computed again"
+                f"{number_spans('micro-batch', indices)} of iteration {ledger.iteration} made a loss or a gradient "
+                f"that is not sound on {number_spans('slot', slots)}, and a sound one when computed again"
             )
             self._report("UnsoundRank", text, ledger.iteration, indices[0], slots[0])
 
