@@ -333,7 +333,7 @@ class Gradients(Accumulation):
     def _tensors_to_reduce(self) -> Iterator[torch.Tensor]:
         return (self._overwritten(bucket, group) for group in self._bucket_groups() for bucket in group.buckets)
 
-    def _own_sum(self) -> Iterator[torch.Tensor]:
+    def own_sum(self) -> Iterator[torch.Tensor]:
         return (bucket.grad_data for group in self._bucket_groups() for bucket in group.buckets)
 
     _reduced = _tensors_to_reduce

@@ -393,10 +393,10 @@ class PlainGradients(Accumulation):
     def _tensors_to_reduce(self) -> Iterator[torch.Tensor]:
         return (bucket.flat for bucket in self._buckets)
 
-    def _own_sum(self) -> Iterator[torch.Tensor]:
+    def own_sum(self) -> Iterator[torch.Tensor]:
         return (bucket.gradients for bucket in self._buckets)
 
-    _reduced = _own_sum
+    _reduced = own_sum
 
 
 def _is_number(value: Any) -> bool:
