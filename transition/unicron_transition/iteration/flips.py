@@ -49,10 +49,10 @@ def _clear_hooks() -> None:
         _hooks.pop().remove()
 
 
-def after_backward(sums: Callable[[], Iterable[Entry]]) -> None:
-    """Let a fault strike in a gradient. sums(): the rank's own sums that are not being reduced."""
+def after_backward(gradients: Callable[[], Iterable[Entry]]) -> None:
+    """Let a fault strike in a gradient. gradients(): those that no reduce has begun to overwrite."""
     if (flip := injector.flip_due("gradient")) is not None:
-        strike(flip, sums())
+        strike(flip, gradients())
 
 
 def before_reduce(own_sum: torch.Tensor) -> None:

@@ -337,13 +337,21 @@ class Gradients(Accumulation):
     def _tensors_to_reduce(self) -> Iterator[torch.Tensor]:
         return (self._overwritten(bucket, group) for group in self._bucket_groups() for bucket in group.buckets)
 
-    def _own_sums(self) -> Iterator[flips.Entry]:
+    def _open_gradients(self) -> Iterator[flips.Entry]:
         for chunk in self.model:
             for group in megatron_core.bucket_groups(chunk):
                 names = {parameter: name for name, parameter in chunk.module.named_parameters()}
                 if group.grad_reduce_handle is None:
                     for parameter in group.params:
                         yield f"the gradient of {names.get(parameter, '?')}", parameter.main_grad
+
+    def _own_sum(self) -> Iterator[torch.Tensor]:
+        return (bucket.grad_data for group in self._bucket_groups() for bucket in group.buckets)
+
+    _reduced = _tensors_to_reduce
+
+    def hold_reduces(self) -> None:
+        self._ordered = True
 
     # ------------------------------------------------------------ recovering
     def drain(self, unblock: Callable[[], Any]) -> None:
