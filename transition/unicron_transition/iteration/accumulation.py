@@ -15,7 +15,7 @@ import torch
 from unicron_detector.chaos.inject import injector
 from unicron_detector.processes.rank_channel import name_micro_batch
 from unicron_transition.generations.layout import Layout
-from unicron_transition.iteration import randomness
+from unicron_transition.iteration import flips, randomness
 from unicron_transition.iteration.gradient_copies import Snapshots, Where
 from unicron_transition.iteration.ledger import Ledger, LedgerError, Proof
 from unicron_transition.iteration.soundness import norm_of
@@ -243,6 +243,10 @@ class Accumulation(ABC):
     def _tensors_to_reduce(self) -> Iterator[torch.Tensor]:
         """Return the tensors that reduces overwrite."""
 
+    @abstractmethod
+    def _open_gradients(self) -> Iterator[flips.Entry]:
+        """Return the gradients that no reduce has begun to overwrite, by parameter."""
+
     def adopt_groups(self) -> None:  # noqa: B027
         """Start to use the groups of another generation."""
 
@@ -315,6 +319,7 @@ class Accumulation(ABC):
     def _end_backward(self, now: float) -> None:
         """Note that the last backward pass, if there is one, is over."""
         if self._backward_since is not None:
+            flips.after_backward(self._open_gradients)
             injector.slow_down(now - self._began)
             self.seconds["backward"] += time.perf_counter() - self._backward_since
             self._backward_since = None

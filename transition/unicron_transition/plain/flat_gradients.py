@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from unicron_transition.iteration import flips
 from unicron_transition.iteration.accumulation import Accumulation, PeerLost, Sum, Work, evaluating, wait_out
 from unicron_transition.iteration.ledger import Ledger, Loss, Proof, hear_parts, tell_parts
 from unicron_transition.seams import dtensors, fully_shard, modules
@@ -184,6 +185,7 @@ class PlainGradients(Accumulation):
         bucket.mark([now != before for now, before in zip(bucket.versions(), untouched, strict=True)])
         if self._work.healed:
             self._snapshots.copy_before_reduce(number, bucket.flat)
+        flips.before_reduce(bucket.gradients)
         self._sums.append(self._work.begin_sum(bucket.flat))
 
     def _watch_pass(self, loss: torch.Tensor, last: bool) -> None:
@@ -231,6 +233,7 @@ class PlainGradients(Accumulation):
         for together, index, counts in self._rounds(owed):
             self._next()
             self._begin_forward(ledger, index)
+            flips.before_forward(self._model)
             loss = self._loss(ledger, index, self._fetch(ledger.iteration, index), counts)
             self._begin_backward()
             scaled = self._scale(loss)
@@ -392,6 +395,11 @@ class PlainGradients(Accumulation):
 
     def _tensors_to_reduce(self) -> Iterator[torch.Tensor]:
         return (bucket.flat for bucket in self._buckets)
+
+    def _open_gradients(self) -> Iterator[flips.Entry]:
+        for bucket in self._buckets[len(self._sums) :]:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                yield f"the gradient of {self._names[id(parameter)]}", view
 
     def own_sum(self) -> Iterator[torch.Tensor]:
         return (bucket.gradients for bucket in self._buckets)

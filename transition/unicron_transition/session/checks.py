@@ -123,7 +123,9 @@ class Checks:
         layout, replicas, replica = self.member.layout, self.member.replicas, self.member.replica
         other = (replica - self.shift()) % replicas
         self.gradients.hold_reduces()
-        theirs = Ledger(ledger.iteration, ledger.total, deal(ledger.total, replicas, other, layout.lanes)[: layout.lanes])
+        theirs = Ledger(
+            ledger.iteration, ledger.total, deal(ledger.total, replicas, other, layout.lanes)[: layout.lanes]
+        )
         try:
             compute(theirs)
             self._round.audited = other, self._digest()
@@ -155,9 +157,7 @@ class Checks:
             self._round.state = _bits(self.state.tensors())
         member, layout, found = self.member, self.member.layout, self._round
         place = member.slot % layout.size
-        return audits.tell(
-            place, layout.size, member.replica, member.replicas, found.own, found.audited, found.state
-        )
+        return audits.tell(place, layout.size, member.replica, member.replicas, found.own, found.audited, found.state)
 
     def hear(self, iteration: int, numbers: Sequence[float]) -> bool:
         """Judge what the members have told; returns whether the state with which the iteration began is verified.
@@ -207,7 +207,9 @@ class Checks:
                     "on these two numbers alone; if they do, a rank computes wrongly: unicronctl pair-test"
                 )
         elif found.tolerance and first:
-            inform(f"gradients do not repeat bit by bit here: up to {found.tolerance:.1e} of their norm counts as equal")
+            inform(
+                f"gradients do not repeat bit by bit here: up to {found.tolerance:.1e} of their norm counts as equal"
+            )
         return not found.trouble
 
     # ------------------------------------------------------------ texts

@@ -10,10 +10,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+from unicron_transition.iteration import flips
 from unicron_transition.iteration.exchange import CommitResult
 from unicron_transition.iteration.rank_log import inform, warn
+from unicron_transition.session import flipped_images
 from unicron_transition.session.member import RELAID, Member
 from unicron_transition.snapshot.checkpoint import TURN_SECONDS, Checkpoints, Writer
+from unicron_transition.snapshot.image_format import memory_folder
 from unicron_transition.snapshot.keeper import COPIES
 from unicron_transition.snapshot.local_state import LocalState
 from unicron_transition.snapshot.migrate import TrainingState
@@ -158,12 +161,14 @@ class Persistence:
 
     def keep_boundary(self, iteration: int) -> None:
         """Keep the state at this iteration boundary in memory and, if a checkpoint is due, in a file."""
+        flips.at_boundary(self._state.model, self._state.optimizer)
         here = self._member.members, self._member.generation, self.writer()
         if self.schedule.is_due(iteration):
             self.schedule.store(iteration, self._state, *here, alone=self.writes)
             if self.schedule.asked and self._is_first and self.checkpoints is not None and self.checkpoints.exports:
                 self.checkpoints.exports.start(iteration, self.local.file_writer(here[-1]).mark)
         self.local.keep_boundary(iteration, *here)
+        flipped_images.strike(self.local, self._member.slot, memory_folder(), self.checkpoints)
 
     def rescue(self, iteration: int, why: str) -> None:
         """Write this rank's state to disk because the rank ends early."""
