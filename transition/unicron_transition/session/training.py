@@ -456,6 +456,25 @@ class Training:
                 raise LedgerError("a plan steps an iteration that has not begun") from error
             self._next_assignment = list(self._at.ledger.assigned)
 
+    def go_back(self) -> None:
+        """Give up the training state, because it is unsound, and go on from the last verified one. Every member calls
+        it at the same point of the same iteration, when it knows that all others know. Always raises RankRejoined, in
+        a generation that begins with that state."""
+        member = self._member
+        member.moments = {"caught": time.monotonic()}
+        self._agreed_offer = None
+        with contextlib.suppress(PeerLost, RuntimeError):  # a peer that is gone does not matter any more
+            self._exchange.wait_until_sent()
+        self._pending.forget()
+        self._persistence.go_back()
+        member.give_up_state(self._gradients.drain)
+        self._gradients.drop()
+        plan = member.enter_until_in(member.wait_plan())
+        self._ordered_next, self._committed, self._disturbed, self._self_stops = True, False, True, 0
+        member.publish("running")
+        self._next_assignment = self._assignment_of(plan)
+        raise RankRejoined
+
     def _assignment_of(self, plan: Plan) -> list[int] | None:
         """Return the micro-batches that the plan gives this replica. Ranks about to step report the total of the next
         iteration, which may be larger, so the plan may have more."""
