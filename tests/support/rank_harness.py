@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from tests.support.jobs import UNCHECKED
 from tests.support import lent
+from tests.support.jobs import UNCHECKED
 from tests.support.processes import outside_slurm, state_of
 from tests.support.warm import warm
 from unicron_ctl.agent.connections.job_environment import Place

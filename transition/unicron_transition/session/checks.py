@@ -225,7 +225,7 @@ class Checks:
         if verdict.culprits:
             text = f"{slots(verdict.culprits)} had another {what} than the other replicas at iteration {iteration}"
         else:
-            text = f"{slots(verdict.among)} differ in the {what} at iteration {iteration}, and no majority says who is right"
+            text = f"{slots(verdict.among)} differ in the {what} at iteration {iteration}; no majority says who is right"
         return Fault("SilentCorruption", text, time.time(), iteration=iteration)
 
 
