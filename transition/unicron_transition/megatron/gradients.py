@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from unicron_transition.iteration import flips
 from unicron_transition.iteration.accumulation import Accumulation, PeerLost, Work, evaluating, wait_out
 from unicron_transition.iteration.ledger import Ledger, Loss, Proof, hear_parts, tell_parts
 from unicron_transition.megatron.auxiliary import Auxiliary
@@ -220,6 +221,7 @@ class Gradients(Accumulation):
                 self._finish(ledger, [padded[number - 1]])
             real, index = number < owed, padded[number]
             self._begin_forward(ledger, index, chunk=chunk, **self._coordinate)
+            flips.before_forward(model)
             self._whole = self._whole and alone
             with self._auxiliary.forward(chunk, real):
                 output, loss_function = self.forward_step(data_iterator, model, *rest)
@@ -316,6 +318,8 @@ class Gradients(Accumulation):
             if self._healed and not (group.is_first_batch and group.grad_reduce_handle is not None):
                 for bucket in group.buckets:
                     self._snapshots.copy_before_reduce(id(bucket), self._overwritten(bucket, group))
+            for bucket in group.buckets:
+                flips.before_reduce(self._overwritten(bucket, group))
             try:
                 return original(*arguments, **keywords)
             except RuntimeError as error:
@@ -332,6 +336,22 @@ class Gradients(Accumulation):
 
     def _tensors_to_reduce(self) -> Iterator[torch.Tensor]:
         return (self._overwritten(bucket, group) for group in self._bucket_groups() for bucket in group.buckets)
+
+    def _open_gradients(self) -> Iterator[flips.Entry]:
+        for chunk in self.model:
+            for group in megatron_core.bucket_groups(chunk):
+                names = {parameter: name for name, parameter in chunk.module.named_parameters()}
+                if group.grad_reduce_handle is None:
+                    for parameter in group.params:
+                        yield f"the gradient of {names.get(parameter, '?')}", parameter.main_grad
+
+    def own_sum(self) -> Iterator[torch.Tensor]:
+        return (bucket.grad_data for group in self._bucket_groups() for bucket in group.buckets)
+
+    _reduced = _tensors_to_reduce
+
+    def hold_reduces(self) -> None:
+        self._ordered = True
 
     # ------------------------------------------------------------ recovering
     def drain(self, unblock: Callable[[], Any]) -> None:

@@ -210,6 +210,12 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The file from which the kernel log is read; the variable UNICRON_KMSG takes precedence."""
     link_seconds: Annotated[float, Range(0.1, 3600.0)] = 5.0
     """Between two readings of the links' counters."""
+    audit: Annotated[int, Range(0, 1_000_000)] = 256
+    """For jobs without UNICRON_AUDIT: one in so many micro-batches of each rank is computed again by another rank, to
+    find silent corruption. It costs that share of an iteration's compute; 0: none. The same on all nodes."""
+    compare: Annotated[int, Range(0, 1_000_000)] = 64
+    """For jobs without UNICRON_COMPARE: iterations between two comparisons of what replicas must have in common. Each
+    reads all parameters and the optimizer's state once; 0: none. The same on all nodes."""
     controller_users: list[str] = []
     """Users who may run the controller, besides root, SlurmUser and the user of the agent or command."""
 

@@ -93,6 +93,18 @@ OF_JOBS = (
         "1",
     ),
     Variable(
+        "UNICRON_AUDIT",
+        "one in so many micro-batches of each rank of a session is computed again by another rank, to find silent "
+        "corruption; it costs that share of an iteration's compute; 0 for none",
+        "`[agent] audit`",
+    ),
+    Variable(
+        "UNICRON_COMPARE",
+        "iterations between two comparisons of what replicas must have in common; each reads all parameters and the "
+        "optimizer's state once; 0 for none",
+        "`[agent] compare`",
+    ),
+    Variable(
         "UNICRON_CHECKPOINT_MINUTES",
         "minutes between two checkpoints of a session, in place of the script's `minutes`; `auto`: as their cost and "
         "the failures call for; 0: none by the clock",
