@@ -260,6 +260,11 @@ class Accumulation(ABC):
         return self._whole
 
     @property
+    def group(self) -> int:
+        """Micro-batches that a virtual pipeline computes together."""
+        return 1
+
+    @property
     def first(self) -> bool:
         """Whether the order of the gradients in the backward pass matters and is not known yet."""
         return False

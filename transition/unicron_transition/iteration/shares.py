@@ -220,6 +220,11 @@ class Shares:
             self._forget()
 
     @property
+    def numbers(self) -> int:
+        """How many numbers each rank tells."""
+        return 2 + 2 * self._at[1]
+
+    @property
     def paces(self) -> list[float]:
         """The pace of each replica: 1 for a usual one, 2 for one that takes twice as long."""
         return list(self._paces)

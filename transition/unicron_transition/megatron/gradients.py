@@ -95,6 +95,12 @@ class Gradients(Accumulation):
         self._deferred, self._whole = None, True
 
     @property
+    def group(self) -> int:
+        if len(self.model) == 1:
+            return 1
+        return int(self.config.microbatch_group_size_per_vp_stage or self.layout.pipeline)
+
+    @property
     def first(self) -> bool:
         """Whether Megatron has not yet seen the order of the gradients in the backward pass of this process."""
         overlapped = (group for group in self._bucket_groups() if group.ddp_config.overlap_grad_reduce)
@@ -189,9 +195,7 @@ class Gradients(Accumulation):
         the interleaved schedule takes whole groups."""
         lanes, mine = self.layout.lanes, list(indices[self._lane :: self.layout.lanes])
         count = -(-len(indices) // lanes)
-        if len(self.model) > 1:
-            group = self.config.microbatch_group_size_per_vp_stage or self.layout.pipeline
-            count += -count % group
+        count += -count % self.group
         return mine, [*mine, *[indices[-1]] * (count - len(mine))]
 
     @contextlib.contextmanager
