@@ -292,8 +292,8 @@ class Shares:
         return min(self._rounds, self._tokens, key=lambda series: math.fsum(series.variances()))
 
     def _compare(self, series: Series) -> tuple[list[float], list[float]]:
-        """Return each replica's pace as far as it is sure, and its most likely one."""
-        ratios, likely = [1.0] * len(self._paces), list(self._paces)
+        """Return each replica's pace as far as it is sure, and its most likely one. One that may be usual again is."""
+        furthest, sure, likely = [1.0] * len(self._paces), list(self._paces), list(self._paces)
         variances = series.variances()
         common = math.fsum(variances) / len(variances)
         for blocks in BLOCKS:
@@ -303,11 +303,12 @@ class Shares:
             for replica, levels in enumerate(series.last(blocks)):
                 chance = ERRORS * max(math.sqrt(max(variances[replica], common) / count), drift)
                 ratio = _sure(min(levels), max(levels), chance)
-                if abs(ratio - 1.0) > abs(ratios[replica] - 1.0):
-                    pace = self._paces[replica] * median(levels)
-                    ratios[replica] = ratio
-                    likely[replica] = 1.0 if abs(pace - 1.0) <= max(NEARLY, chance) else pace
-        return [pace * ratio for pace, ratio in zip(self._paces, ratios, strict=True)], likely
+                if abs(ratio - 1.0) > abs(furthest[replica] - 1.0):
+                    pace, furthest[replica] = self._paces[replica] * median(levels), ratio
+                    usual = abs(pace - 1.0) <= max(NEARLY, chance)
+                    sure[replica] = 1.0 if usual else self._paces[replica] * ratio
+                    likely[replica] = 1.0 if usual else pace
+        return sure, likely
 
     def _in_rounds(self, rounds: int) -> list[int]:
         """Return the present shares of so many rounds."""
