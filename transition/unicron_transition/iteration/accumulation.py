@@ -153,6 +153,9 @@ class Accumulation(ABC):
 
     def __init__(self, work: Work):
         self._work, self.total, self.seed = work, work.total, work.seed
+        self.weigh: Callable[[Iterable[torch.Tensor], bool], None] | None = None
+        """weigh(tensors, after) is called with this rank's own sum before the reduce, and with its part of the result.
+        Only while no reduce begins in a backward pass."""
         self.lost = work.lost
         self._snapshots = Snapshots(work.where)
         self._whole = True  # no part of a micro-batch is in the gradient
@@ -277,6 +280,10 @@ class Accumulation(ABC):
     def own_norm(self) -> float:
         """Return the norm of this rank's own sum, before the reduce."""
         return norm_of(self.own_sum())
+
+    def _weigh_sum(self, tensors: Iterable[torch.Tensor], after: bool) -> None:
+        if self.weigh is not None:
+            self.weigh(tensors, after)
 
     @abstractmethod
     def _reduced(self) -> Iterable[torch.Tensor]:
