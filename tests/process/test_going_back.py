@@ -1,5 +1,5 @@
-"""A training state that was found to be wrong, with real ranks: all go back to the last verified one, in the same processes,
-and nobody can begin from what was kept since."""
+"""A training state that was found to be wrong, with real ranks: all go back to the last verified one, in the same
+processes, and nobody can begin from what was kept since."""
 
 from __future__ import annotations
 
