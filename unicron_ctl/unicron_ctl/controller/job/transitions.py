@@ -203,8 +203,14 @@ def reform_job(view: View, job: JobView, trigger: Trigger) -> Outcome:
         return _go_back(view, job, trigger, max(back.values()))
     out = Outcome()
     reason = f"{trigger.reason}: formed anew from the newest state in memory, a checkpoint, or the script"
-    out.record(job.state, records.Reform(reason=reason))
+    out.record(job.state, records.Reform(reached=_reached(job), reason=reason))
     return out
+
+
+def _reached(job: JobView) -> int:
+    """The furthest iteration that members had come to, by their last words."""
+    words = (job.last_word(slot, process) for slot, process in job.state.members.items())
+    return max((word.iteration + (word.phase == "stepped") for word in words if word is not None), default=-1)
 
 
 def _go_back(view: View, job: JobView, trigger: Trigger, verified: int) -> Outcome:
