@@ -155,6 +155,7 @@ class Status:
     outlives: bool = False
     saves_in: str = ""
     went_back: int | None = None
+    verified: int = -1
 
 
 @dataclass

@@ -107,6 +107,7 @@ class RankReporter:
             outlives=notice.outlives_notice(),
             saves_in=persistence.folder,
             went_back=self._local.went_back if rests else None,
+            verified=persistence.verified,
         )
 
     def _micro_batches(self, ledger: Ledger, phase: str) -> int:

@@ -117,11 +117,17 @@ def show(folder: Path, as_json: bool) -> None:
     size = sum(tensor.nbytes for tensor in index.tensors.values())
     layout = f", written by {index.layout}" if index.layout else ""
     tensors = f"{plural(len(index.tensors), 'tensor')}, {size / 1e9:.3f} GB"
-    print_text(f"{index.format}, iteration {index.iteration}{layout}: {tensors}")
+    audited = ", verified by an audit" if _is_verified(folder, index) else ""
+    print_text(f"{index.format}, iteration {index.iteration}{layout}: {tensors}{audited}")
     for line in index.common.losses():
         print_text(line, err=True)
     for tensor in index.tensors.values():
         print_text(f"{tensor.name}  {list(tensor.shape)}  {tensor.dtype}")
+
+
+def _is_verified(folder: Path, index: Index) -> bool:
+    whole = own.newest(folder.resolve()) if index.format == own.FORMAT else None
+    return whole is not None and whole.verified
 
 
 @command.command("verify")

@@ -1,4 +1,4 @@
-"""Numbers in a checkpoint that are not finite: found in every type and format, and judged where a training needs them."""
+"""Numbers in a checkpoint that are not finite: found in every type and format, and judged where they matter."""
 
 from __future__ import annotations
 

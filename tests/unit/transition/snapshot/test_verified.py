@@ -144,7 +144,7 @@ def test_of_a_state_that_nobody_has_verified_nothing_in_memory_is_left_and_check
     tmp_path, monkeypatch
 ):
     rank = Rank(tmp_path, monkeypatch)
-    rank.local._verified = -1
+    rank.local.verified = -1
     assert rank.local.go_back(WRITER, False) == 0 and rank.local.went_back == -1
     assert rank.local.reachable_states(8, WRITER) == [] and not iterations(rank.memory)
     assert len(list((tmp_path / "saves").glob(f"*.{SUFFIX}"))) == 3, "whoever it is: another rank may have begun later"

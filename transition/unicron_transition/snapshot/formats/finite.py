@@ -53,7 +53,7 @@ FLOATS |= {"complex128": FLOATS["float64"], "complex64": FLOATS["float32"], "com
 
 
 class Count(NamedTuple):
-    """How many numbers are not finite."""
+    """Numbers that are not finite, by kind."""
 
     nan: int = 0
     above: int = 0
@@ -119,7 +119,7 @@ def _memory() -> Array:
     return memory
 
 
-def _look(part: _Part) -> Count:
+def _count_in(part: _Part) -> Count:
     floats = FLOATS[part.tensor.dtype]
     if part.raw is None:
         array = np.ascontiguousarray(part.block.array(part.tensor.dtype)).reshape(-1)
@@ -136,7 +136,7 @@ def find(index: Index) -> dict[str, Count]:
     found: dict[str, Count] = {}
     parts = list(_parts(index))
     with ThreadPoolExecutor(reading_threads(), "unicron-finite") as pool:
-        for part, its in zip(parts, pool.map(_look, parts), strict=True):
+        for part, its in zip(parts, pool.map(_count_in, parts), strict=True):
             if its.all:
                 found[part.tensor.name] = found.get(part.tensor.name, Count()) + its
     return found
@@ -144,8 +144,8 @@ def find(index: Index) -> dict[str, Count]:
 
 # ------------------------------------------------------------ what it means
 def examine(index: Index) -> tuple[list[str], list[str]]:
-    """Return a line for each tensor whose numbers make the checkpoint worthless, and one for each buffer with infinities
-    that may be meant, as a mask's are. Raises BadCheckpoint, OSError."""
+    """Return a line for each tensor whose numbers make the checkpoint worthless, and one for each buffer with
+    infinities that may be meant, as a mask's are. Raises BadCheckpoint, OSError."""
     trained = {name for group in index.members for name in group}
     trained |= {name.removeprefix(STATE).partition(".")[2] for name in index.tensors if name.startswith(STATE)}
     wrong, notes = [], []

@@ -79,8 +79,8 @@ def _regroup(view: View, job: JobView) -> Trigger | None:
 
 
 def _unsound(view: View, job: JobView) -> Trigger | None:
-    """Members have given up their training state. All do so at the same moment, and a Break before they have heard of it
-    would keep their own."""
+    """Members have given up their training state. All do so at the same moment, and a Break before they have heard of
+    it would keep their own."""
     found = ((at, job.status(slot)) for slot, at in job.stopped.items())
     since = [at for at, status in found if status is not None and status.went_back is not None]
     if not since or (len(since) < len(job.unfinished) and view.now - min(since) < view.config.fault_grace):

@@ -152,6 +152,8 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     went_back: ranges.Iteration | None = None
     """From a rank at rest that has given up its state, because that was found to be unsound: the last verified
     iteration that it knows, -1 for none."""
+    verified: ranges.Iteration = -1
+    """The newest iteration whose state an audit has found sound, from the job's first rank; -1 for none."""
 
     @property
     def end(self) -> Exit | None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.world import FakeAgent, World
+from unicron_ctl.controller.api.job_answers import job_answer
+from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.replication.forming import formable, soundly
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import structs, wire
@@ -143,6 +145,13 @@ def test_what_a_node_has_of_a_later_iteration_is_not_fetched():
     assert world.job().plan.iteration == 8 and not any(agent.orders(wire.Fetch) for agent in agents)
 
 
+def test_the_owner_sees_which_state_is_verified():
+    world, agents = trained(nodes=2)
+    assert job_answer(world.core, world.job(), EVERYBODY).verified is None
+    agents[0].set(0, verified=8)
+    assert job_answer(world.core, world.job(), EVERYBODY).verified == 8
+
+
 # ---------------------------------------------------------------- pure
 def test_only_sound_states_are_left():
     reports = {
@@ -197,7 +206,7 @@ def test_the_third_start_takes_an_older_state_and_says_so_where_there_is_none(ol
 
 def test_a_state_from_which_an_iteration_was_made_is_not_to_blame():
     world, agents = trained(nodes=2)
-    for iteration in range(12, 16):
+    for _ in range(4):
         fail(world, agents, "RuntimeError: found NaN in local grad norm")
         if world.job().ended:
             break
