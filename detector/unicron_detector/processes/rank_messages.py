@@ -156,6 +156,7 @@ class Status:
     saves_in: str = ""
     went_back: int | None = None
     share: int = 0
+    verified: int = -1
 
 
 @dataclass

@@ -109,6 +109,7 @@ class RankReporter:
             saves_in=persistence.folder,
             went_back=self._local.went_back if rests else None,
             share=self.share() if member.inside else 0,
+            verified=persistence.verified,
         )
 
     def _micro_batches(self, ledger: Ledger, phase: str) -> int:

@@ -152,6 +152,7 @@ def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
         lost_seconds=state.lost_seconds,
         blocks=_blocks(state) if state.settings.block > 1 and not state.ended else [],
         checkpoints="" if brief else next((s.saves_in for _, _, s in view.all_ranks() if s.saves_in), ""),
+        verified=None if brief else max((s.verified for _, _, s in view.all_ranks() if s.verified >= 0), default=None),
     )
 
 

@@ -73,14 +73,19 @@ def _in_words(gone: Mapping[int, str]) -> str:
 
 
 def _regroup(view: View, job: JobView) -> Trigger | None:
-    if not job.state.regroup and any(_gave_up(job, slot) for slot in job.stopped):
-        return Trigger(Event.FAULT, "the training state is unsound: all go back to one that is sound")
-    return Trigger(Event.FAULT, job.state.regroup) if job.state.regroup else None
+    if job.state.regroup:
+        return Trigger(Event.FAULT, job.state.regroup)
+    return _unsound(view, job) if job.stopped else None
 
 
-def _gave_up(job: JobView, slot: int) -> bool:
-    status = job.status(slot)
-    return status is not None and status.went_back is not None
+def _unsound(view: View, job: JobView) -> Trigger | None:
+    """Members have given up their training state. All do so at the same moment, and a Break before they have heard of
+    it would keep their own."""
+    found = ((at, job.status(slot)) for slot, at in job.stopped.items())
+    since = [at for at, status in found if status is not None and status.went_back is not None]
+    if not since or (len(since) < len(job.unfinished) and view.now - min(since) < view.config.fault_grace):
+        return None
+    return Trigger(Event.FAULT, "the training state is unsound: all go back to one that is sound")
 
 
 def _relayout(view: View, job: JobView) -> Trigger | None:

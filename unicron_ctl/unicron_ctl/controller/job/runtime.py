@@ -68,6 +68,8 @@ class JobRuntime:
         if isinstance(record, records.PlanMade):
             again = record.plan.source is None and isinstance(self.ledger, JobLedger)
             self.disturbed_until = -1 if not again or record.plan.iteration is None else record.plan.iteration
+        elif isinstance(record, records.Reform) and record.unsound_until >= 0 and isinstance(self.ledger, JobLedger):
+            self.ledger.go_back(record.sound)
         elif isinstance(record, records.Break):
             self.outsiders.update(one.slot for one in record.lost)
         elif isinstance(record, records.GenerationEntered):

@@ -378,6 +378,7 @@ def _note_unsound(job: JobState, record: records.Reform) -> None:
 def on_reform(job: JobState, event: Event, record: records.Reform) -> None:
     _note_former_group(job)
     if job.plan is not None:
+        job.advanced = job.advanced or record.reached > job.restored
         _note_fruitless(job)
     if record.unsound_until >= 0:
         _note_unsound(job, record)
@@ -404,7 +405,6 @@ def on_layout_chosen(job: JobState, event: Event, record: records.LayoutChosen) 
 def on_step(job: JobState, event: Event, record: records.Step) -> None:
     _note_time(job, event, record)
     job.iteration, job.loss, job.nan_since = record.iteration, record.loss, record.nan_since
-    job.advanced = job.advanced or record.loss is not None
     if job.unsound is not None and record.iteration >= job.unsound.until:
         job.unsound = None
     job.iterations_wanted = record.train_iterations or job.iterations_wanted

@@ -321,7 +321,7 @@ class JobState(_Memberships):
     restored: int = -1
     """The iteration of the state from which it was formed last; -1 before."""
     advanced: bool = False
-    """It has made a sound iteration since."""
+    """Its ranks have made an iteration since."""
     fruitless: int = 0
     """Times in a row that it was formed from that state and ended without a sound iteration, each time with the same
     cause."""

@@ -393,7 +393,9 @@ def standing(data: Explanation) -> list[str]:
         lines.append(f"ended with {data.ended.code}: {data.ended.reason}")
     if data.set_aside and not data.ended:
         lines.append(f"set aside: {data.set_aside}")
+    verified = f"the state of iteration {data.verified}, by an audit" if data.verified is not None else ""
     facts = {"replicas": replicas(data), "spares": spares(data), "elements": blocks(data), "waits": data.waits}
+    facts |= {"verified": verified}
     return lines + [f"{name}: {text}" for name, text in facts.items() if text]
 
 
