@@ -152,12 +152,12 @@ class Trials:
             indices = [index for index, of in culprits.items() if of == replica]
             slots = members[replica * size : (replica + 1) * size]
             text = (
-                f"{number_spans('micro-batch', indices)} of iteration {ledger.iteration} made a loss or a gradient that "
-                f"is not sound on {number_spans('slot', slots)}, and a sound one when computed again"
+                f"{number_spans('micro-batch', indices)} of iteration {ledger.iteration} made a loss or a gradient "
+                f"that is not sound on {number_spans('slot', slots)}, and a sound one when computed again"
             )
             self._report("UnsoundRank", text, ledger.iteration, indices[0], slots[0])
 
     def _report(self, kind: str, text: str, iteration: int, index: int, slot: int | None = None) -> None:
         warn(text if slot is not None else f"micro-batch {index} of iteration {iteration}: {text}")
-        self._member.note = Fault(kind, text, time.time(), iteration=iteration, micro_batch=index)
+        self._member.note = Fault(kind, text, time.time(), iteration=iteration, micro_batch=index, slot=slot)
         self._member.publish("running")
