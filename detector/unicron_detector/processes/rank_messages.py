@@ -161,6 +161,7 @@ class Status:
     remembers: bool = False
     outlives: bool = False
     saves_in: str = ""
+    went_back: int | None = None
 
 
 @dataclass

@@ -271,14 +271,14 @@ class Accumulation(ABC):
 
     def own_norm(self) -> float:
         """Return the norm of this rank's own sum, before the reduce."""
-        return norm_of(self._own_sum())
+        return norm_of(self.own_sum())
 
     @abstractmethod
     def _reduced(self) -> Iterable[torch.Tensor]:
         """Return the gradients that a reduce has summed."""
 
     @abstractmethod
-    def _own_sum(self) -> Iterable[torch.Tensor]:
+    def own_sum(self) -> Iterable[torch.Tensor]:
         """Return all gradients."""
 
     @abstractmethod

@@ -20,7 +20,6 @@ from unicron_transition.generations.groups import Groups
 from unicron_transition.generations.member_links import MOST_BYTES, MemberLinks
 from unicron_transition.generations.meshes import WorldGroups
 from unicron_transition.iteration.accumulation import PeerLost, Sum
-from unicron_transition.iteration.ledger import UNKNOWN
 from unicron_transition.iteration.rank_process import Process
 from unicron_transition.seams import gloo, megatron_core
 

@@ -138,6 +138,12 @@ class Ledger:
         """Note that the gradient is empty."""
         self.done = []
 
+    def discard(self) -> None:
+        """Note that the gradient is empty because it was not sound: what was in it does not count as computed."""
+        for index in self.done:
+            self.computed.remove(index)
+        self.drop()
+
     def reassign(self, indices: Iterable[int]) -> None:
         """Adopt a plan's assignment. Raises :class:`LedgerError` if it drops work that is already in the gradient."""
         assigned = list(indices)

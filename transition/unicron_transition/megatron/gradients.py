@@ -345,7 +345,7 @@ class Gradients(Accumulation):
                     for parameter in group.params:
                         yield f"the gradient of {names.get(parameter, '?')}", parameter.main_grad
 
-    def _own_sum(self) -> Iterator[torch.Tensor]:
+    def own_sum(self) -> Iterator[torch.Tensor]:
         return (bucket.grad_data for group in self._bucket_groups() for bucket in group.buckets)
 
     _reduced = _tensors_to_reduce

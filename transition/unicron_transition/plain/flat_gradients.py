@@ -401,10 +401,10 @@ class PlainGradients(Accumulation):
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 yield f"the gradient of {self._names[id(parameter)]}", view
 
-    def _own_sum(self) -> Iterator[torch.Tensor]:
+    def own_sum(self) -> Iterator[torch.Tensor]:
         return (bucket.gradients for bucket in self._buckets)
 
-    _reduced = _own_sum
+    _reduced = own_sum
 
 
 def _is_number(value: Any) -> bool:

@@ -106,6 +106,7 @@ class RankReporter:
             remembers=self._local.reports,
             outlives=notice.outlives_notice(),
             saves_in=persistence.folder,
+            went_back=self._local.went_back if rests else None,
         )
 
     def _micro_batches(self, ledger: Ledger, phase: str) -> int:

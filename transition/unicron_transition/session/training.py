@@ -39,6 +39,8 @@ from unicron_transition.iteration.ledger import Ledger, LedgerError, StepResult
 from unicron_transition.iteration.soundness import UnsoundIteration
 from unicron_transition.seams.dtensors import local
 from unicron_transition.seams.table import UnsupportedLayout
+from unicron_transition.session.checks import AuditAgain, Checks, CorruptState
+from unicron_transition.session.checks import settings as check_settings
 from unicron_transition.session.evaluation import Evaluations
 from unicron_transition.session.handover import Handover
 from unicron_transition.session.member import Member
@@ -169,6 +171,8 @@ class Training:
         self._trials = Trials(self._member, self._exchange, self._gradients, OnBadBatch(on_bad_batch), scaled)
         self._reporter = RankReporter(self._at, self._member, self._gradients, self._persistence, parameters, flops)
         self._reporter.micro_batches_of = self.micro_batches_of
+        wanted = check_settings() if self._channel is not None else (0, 0)
+        self._checks = Checks(self._member, self._gradients, self._state, lambda: self._exchange.tells(), wanted)
         self._member.report = self._reporter.status
         if self._channel is not None:
             self._channel.progress = self._reporter.progress
@@ -221,6 +225,7 @@ class Training:
         self._agreed_offer, self._committed, self._disturbed = None, False, False
         self._saving.begin_iteration()
         self._trials.begin_iteration()
+        self._checks.begin_iteration(self.micro_batches)
         assigned, total = self._next_assignment, self.micro_batches
         if assigned is None:
             assigned = deal(total, self._member.replicas, self._member.replica, self.layout.lanes)
@@ -248,6 +253,13 @@ class Training:
                 return self._step(began)
             except _Unsound:
                 again = True
+            except CorruptState as found:
+                self._member.note = self._checks.fault(found.verdict, self._at.ledger.iteration)
+                self.go_back()
+            except AuditAgain:
+                self._leave_try()
+                self._gradients.drop()
+                self._at.ledger.discard()
             except _Again:
                 again = False
             except (PeerLost, RuntimeError) as error:
@@ -262,6 +274,8 @@ class Training:
         """Compute all that the ledger owes; each round by itself if the iteration was no step before."""
         ledger, lanes = self._at.ledger, self.layout.lanes
         if not self._trials.under_way:
+            if self._checks.audits(ledger.iteration):
+                self._checks.compute(ledger, self._gradients.compute)
             self._gradients.compute(ledger)
             return
         self._gradients.hold_reduces()
@@ -275,15 +289,10 @@ class Training:
     def _try_again(self) -> None:
         """Agree with all members on who computes what in another try of this iteration, which was no step; collective.
         Raises UnsoundIteration, and PeerLost or RuntimeError if a member is gone."""
-        ledger = self._at.ledger
-        self._committed = False
-        self._pending.forget()
-        self._set_phase("computing")
-        self._optimizer.zero_grad()  # an unfinished step has left `grad` as an alias of the gradient buffer
-        kept = self._gradients.restore()
+        ledger, kept = self._at.ledger, self._leave_try()
         marks = self._trials.marks(ledger, kept)
         if not kept:
-            ledger.drop()
+            ledger.discard()
         retry = self._trials.retry(ledger, marks, self._at.loss or 0.0)
         if retry.skipped != ledger.skipped:
             ledger.skipped = retry.skipped
@@ -291,8 +300,16 @@ class Training:
         elif retry.drops:
             self._gradients.drop()
         if retry.drops:
-            ledger.drop()
+            ledger.discard()
         ledger.reassign(retry.assigned)
+
+    def _leave_try(self) -> bool:
+        """Undo the reduce of an iteration that is no step; returns whether this rank's own sum is there again."""
+        self._committed = False
+        self._pending.forget()
+        self._set_phase("computing")
+        self._optimizer.zero_grad()  # an unfinished step has left `grad` as an alias of the gradient buffer
+        return self._gradients.restore()
 
     def _leave_schedule(self) -> None:
         """Leave the replica's schedule with all its ranks: all go on to the reduce, or all stop before it. Otherwise
@@ -347,7 +364,8 @@ class Training:
         if not self._committed and self._channel is not None:
             self._agree_to_step()
         elif not self._committed:
-            self._on_commit(self._exchange.commit(None, False, self._saving.wanted, False, self._trials.unsound))
+            told = self._checks.told(self._at.ledger.iteration)
+            self._on_commit(self._exchange.commit(None, False, self._saving.wanted, False, self._trials.unsound, told))
         self._committed = True
         self._local.wait_copied()
         self._pending.apply()
@@ -361,15 +379,19 @@ class Training:
             unsound = self._trials.unsound
             if not unsound:  # otherwise no plan may step it
                 self._set_phase("synced")
-            saving, first = self._saving, self._gradients.first
-            result = self._exchange.commit(self._watch.offer, first, saving.wanted, saving.busy, unsound)
+            saving, first, told = self._saving, self._gradients.first, self._checks.told(self._at.ledger.iteration)
+            result = self._exchange.commit(self._watch.offer, first, saving.wanted, saving.busy, unsound, told)
             self._agreed_offer, self._ordered_next = result.offer, result.first
         self._on_commit(result)
         self._watch.hold_off(not self._local.sharded)  # from here on the step waits for no peer
 
     def _on_commit(self, result: CommitResult) -> None:
+        """Take in what all members have agreed to. Raises an exception, in all of them, if the iteration is no step."""
         if result.unsound:
+            self._checks.forget()
             raise _Unsound
+        if self._checks.hear(self._at.ledger.iteration, result.told):
+            self._persistence.note_verified(self._at.ledger.iteration)
         self._saving.on_commit(result)
 
     @contextlib.contextmanager
@@ -434,6 +456,25 @@ class Training:
                 raise LedgerError("a plan steps an iteration that has not begun") from error
             self._next_assignment = list(self._at.ledger.assigned)
 
+    def go_back(self) -> None:
+        """Give up the training state, because it is unsound, and go on from the last verified one. Every member calls
+        it at the same point of the same iteration, when it knows that all others know. Always raises RankRejoined, in
+        a generation that begins with that state."""
+        member = self._member
+        member.moments = {"caught": time.monotonic()}
+        self._agreed_offer = None
+        with contextlib.suppress(PeerLost, RuntimeError):  # a peer that is gone does not matter any more
+            self._exchange.wait_until_sent()
+        self._pending.forget()
+        self._persistence.go_back()
+        member.give_up_state(self._gradients.drain)
+        self._gradients.drop()
+        plan = member.enter_until_in(member.wait_plan())
+        self._ordered_next, self._committed, self._disturbed, self._self_stops = True, False, True, 0
+        member.publish("running")
+        self._next_assignment = self._assignment_of(plan)
+        raise RankRejoined
+
     def _assignment_of(self, plan: Plan) -> list[int] | None:
         """Return the micro-batches that the plan gives this replica. Ranks about to step report the total of the next
         iteration, which may be larger, so the plan may have more."""
@@ -471,6 +512,7 @@ class Training:
             return True
         self._committed = False
         self._trials.begin_iteration()
+        self._checks.begin_iteration(self._at.ledger.total)
         if self._at.ledger.skipped:  # which the plan has dealt again, and the others have another weight
             self._at.ledger.skipped = frozenset()
             self._gradients.begin_iteration(True, self._at.ledger.total)

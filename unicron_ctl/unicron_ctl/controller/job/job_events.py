@@ -20,7 +20,7 @@ from unicron_ctl.controller.job.candidates import (
     of_another_size,
     waiting_elements,
 )
-from unicron_ctl.controller.job.modes import NO_STORE, Trigger, mode_of
+from unicron_ctl.controller.job.modes import NO_STORE, Trigger, given_up, mode_of
 from unicron_ctl.controller.model.job_state import JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.live import look_again
@@ -73,7 +73,14 @@ def _in_words(gone: Mapping[int, str]) -> str:
 
 
 def _regroup(view: View, job: JobView) -> Trigger | None:
+    if not job.state.regroup and any(_gave_up(job, slot) for slot in job.stopped):
+        return Trigger(Event.FAULT, "the training state is unsound: all go back to one that is sound")
     return Trigger(Event.FAULT, job.state.regroup) if job.state.regroup else None
+
+
+def _gave_up(job: JobView, slot: int) -> bool:
+    status = job.status(slot)
+    return status is not None and status.went_back is not None
 
 
 def _relayout(view: View, job: JobView) -> Trigger | None:
@@ -311,7 +318,7 @@ def _all_reported(view: View, job: JobView) -> Trigger | None:
     relaid = _relayout(view, job)
     if relaid is not None and (_patient(view, job) if nobody else not _alike(job)):
         relaid = None
-    if nobody and relaid is None and may_come_back(view, job):
+    if nobody and relaid is None and not given_up(job) and may_come_back(view, job):
         return None
     return None if quorum.waits_for_majority(view, job, job.progress) else relaid or trigger
 

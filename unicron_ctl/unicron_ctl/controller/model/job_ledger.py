@@ -57,8 +57,7 @@ class OpenIteration:
     """Micro-batches in more than one gradient."""
     in_gradients: int = 0
     dropped: bool = False
-    """A rank computed micro-batches that are not in its gradient: it had no copy to undo a reduce with, or they were not
-    sound."""
+    """A rank computed micro-batches that are not in its gradient: it had no copy to undo a reduce with."""
     missing: set[int] | None = None
     """The members of the last comparison that have not reported."""
     members: Collection[int] = ()
@@ -171,7 +170,7 @@ class JobLedger:
             heard = self.open[iteration].all_in(members) or self._later(iteration, members)
             unsure = disturbed(iteration)
             entry = self.open.pop(iteration)
-            done.append(entry.account(iteration, unsure or not heard, entry.dropped or (unsure and drops)))
+            done.append(entry.account(iteration, unsure or not heard, unsure and (drops or entry.dropped)))
             self.closed = max(self.closed, iteration)
         return done
 

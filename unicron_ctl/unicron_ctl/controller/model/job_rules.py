@@ -10,7 +10,16 @@ from itertools import repeat
 
 import msgspec
 
-from unicron_ctl.controller.model.job_state import AgentRecord, Ending, Failure, Identity, JobState, Phase, SlotState
+from unicron_ctl.controller.model.job_state import (
+    AgentRecord,
+    Ending,
+    Failure,
+    Identity,
+    JobState,
+    Phase,
+    SlotState,
+    Unsound,
+)
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
 from unicron_detector.failures import escalation_table
@@ -228,6 +237,8 @@ def _identities(crews: Iterable[records.Crew]) -> dict[int, Identity]:
 
 def on_plan(job: JobState, event: Event, record: records.PlanMade) -> None:
     _note_former_group(job)
+    if record.plan.iteration is not None and job.phase is Phase.FORMING and job.mode.keeps_state:
+        _note_restored(job, record.plan.iteration)
     job.plan = record.plan
     job.generation = max(job.generation, record.plan.generation)
     job.members, job.order = _identities(record.crews), list(record.plan.members)
@@ -333,8 +344,43 @@ def _date_restored(job: JobState, event: Event, came: set[int]) -> None:
             failure.restored_at = event.time
 
 
+def _note_restored(job: JobState, iteration: int) -> None:
+    """Notes the state from which the job is formed."""
+    job.began, job.advanced = iteration if job.began < 0 else job.began, False
+    if iteration != job.restored:
+        job.restored, job.fruitless, job.fruitless_cause = iteration, 0, ""
+
+
+def _note_fruitless(job: JobState) -> None:
+    """Counts the ends of generations from one state that made no sound iteration and had the same cause. A lost node or
+    a plan is no cause of this kind."""
+    causes = [
+        failure.record.cause
+        for failure in job.failures
+        if failure.record.member and failure.resumed_at is None and failure.record.kind_of_failure != "node"
+    ]
+    if job.advanced:
+        job.fruitless, job.fruitless_cause = 0, ""
+    elif causes:
+        job.fruitless = job.fruitless + 1 if causes[0] == job.fruitless_cause else 1
+        job.fruitless_cause = causes[0]
+
+
+def _note_unsound(job: JobState, record: records.Reform) -> None:
+    """Notes that the job has to do its iterations since the last sound state again; their time was lost."""
+    job.unsound = Unsound(record.unsound_until, record.sound, record.verified)
+    made = max(0, job.iteration + 1 - record.sound)
+    again = min(job.trained_seconds, made * (job.seconds or 0.0))
+    job.trained, job.lost_seconds = job.trained - again, job.lost_seconds + again
+    job.iteration, job.nan_since = min(job.iteration, record.sound - 1), -1
+
+
 def on_reform(job: JobState, event: Event, record: records.Reform) -> None:
     _note_former_group(job)
+    if job.plan is not None:
+        _note_fruitless(job)
+    if record.unsound_until >= 0:
+        _note_unsound(job, record)
     job.plan = job.offer = None
     job.members, job.joining, job.lost, job.condemned, job.worked = {}, {}, {}, {}, {}
     job.regroup, job.order = "", []
@@ -359,6 +405,9 @@ def on_step(job: JobState, event: Event, record: records.Step) -> None:
     _note_time(job, event, record)
     job.iteration, job.loss, job.nan_since = record.iteration, record.loss, record.nan_since
     job.unsound_seconds = max(job.unsound_seconds, record.unsound_seconds)
+    job.advanced = job.advanced or record.loss is not None
+    if job.unsound is not None and record.iteration >= job.unsound.until:
+        job.unsound = None
     job.iterations_wanted = record.train_iterations or job.iterations_wanted
     job.recent.append((record.nodes, record.seconds, record.flops))
     rates = [f / s for count, s, f in job.recent if count == record.nodes and s > 0 and f > 0]

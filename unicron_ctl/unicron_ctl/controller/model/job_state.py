@@ -174,6 +174,18 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True)
+class Unsound:
+    """States that were found to be wrong: those of iterations after `sound`, up to `until`. Some of them may still be
+    in a node's memory."""
+
+    until: int
+    sound: int
+    verified: bool
+    """An audit has found the state of `sound` to be right; otherwise it is only older than the first that can be
+    wrong."""
+
+
+@dataclass(frozen=True)
 class Ending:
     """The end of a job."""
 
@@ -304,6 +316,18 @@ class JobState(_Memberships):
     """The processes that have finished an iteration."""
     tries: int = 0
     """Time-outs of entering in a row."""
+    unsound: Unsound | None = None
+    """Until the job has trained past them."""
+    began: int = -1
+    """The iteration with which its first generation began; -1 before."""
+    restored: int = -1
+    """The iteration of the state from which it was formed last; -1 before."""
+    advanced: bool = False
+    """It has made a sound iteration since."""
+    fruitless: int = 0
+    """Times in a row that it was formed from that state and ended without a sound iteration, each time with the same
+    cause."""
+    fruitless_cause: str = ""
     ended: Ending | None = None
     ledger_violations: int = 0
     restarts: int = 0
@@ -397,6 +421,11 @@ class JobState(_Memberships):
     def owner(self) -> str:
         """The key of its owner, for limits of a user."""
         return owner(self.uid, self.settings.user)
+
+    @property
+    def newest_sound(self) -> int | None:
+        """The newest iteration from which it may be formed; None if any will do."""
+        return None if self.unsound is None else max(self.unsound.sound, self.iteration + 1)
 
     @property
     def disowned(self) -> bool:

@@ -50,6 +50,8 @@ def check_stopped(view: View, job: JobView) -> Outcome:
     latest = max((since for since in job.stopped.values() if view.now - since >= grace), default=None)
     if latest is None or unheard_since(job, latest):
         return out
+    if any((status := job.status(slot)) is not None and status.went_back is not None for slot in job.stopped):
+        return out  # all stop, by agreement
     found = _spread(job, [s for s, since in job.stopped.items() if view.now - since >= grace])
     out.findings.append(_finding(view, job, What.STOPPED, found, "stopped by itself", "exception"))
     return out

@@ -150,6 +150,9 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     """Whether it ignores SIGTERM, and trains on to the next boundary when its element has to end."""
     saves_in: ranges.Kind = ""
     """The folder of the job's checkpoints, from the rank that writes them; empty if the name is too long."""
+    went_back: ranges.Iteration | None = None
+    """From a rank at rest that has given up its state, because that was found to be unsound: the last verified
+    iteration that it knows, -1 for none."""
 
     @property
     def end(self) -> Exit | None:
