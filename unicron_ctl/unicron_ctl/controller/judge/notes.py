@@ -30,14 +30,14 @@ def record_note(view: View, job: JobView, finding: Finding) -> Outcome:
         verdict = view.classifier.cause("bad_micro_batch", note.text)
         decision = Decision(verdict.severity, REPORT, note.text, verdict.cause)
         nobody = replace(finding, element=-1, node="")
-        return _recorded(job, "data", [], nobody, verdict, decision, "no node is blamed")
+        return _record_only(job, "data", [], nobody, verdict, decision, "no node is blamed")
     verdict = view.classifier.text(f"{note.type}: {note.text}")
     decision = Decision(verdict.severity, REATTEMPT, note.text, verdict.cause)
     slots = list(finding.slots)
-    return _recorded(job, "transfer", slots, finding, verdict, decision, "nothing was trained with it")
+    return _record_only(job, "transfer", slots, finding, verdict, decision, "nothing was trained with it")
 
 
-def _recorded(
+def _record_only(
     job: JobView, kind: str, slots: list[int], finding: Finding, verdict: Verdict, decision: Decision, action: str
 ) -> Outcome:
     """Record a note after which nothing has to be done."""
@@ -61,7 +61,7 @@ def _unsound_rank(view: View, job: JobView, finding: Finding, note: Fault) -> Ou
     stays = _why_it_stays(job, culprit)
     if stays or culprit is None or identity is None:
         decision = Decision(Severity.SEV1, REPORT, f"{note.text}; {stays}", verdict.cause)
-        return _recorded(job, "corruption", slots, told_by, verdict, decision, "no node is left")
+        return _record_only(job, "corruption", slots, told_by, verdict, decision, "no node is left")
     decision, memory = escalate(view, job, culprit, verdict, None)
     why = "is suspected of silent corruption"
     record = failure_of(
