@@ -427,12 +427,16 @@ def slots_of(failure: Failure) -> str:
     return number_spans("slot", failure.slots) if failure.slots else ""
 
 
+def where_of(failure: Failure) -> str:
+    """Return the failure's node, if that has failed, or its slots."""
+    return failure.node if failure.kind == "node" else slots_of(failure)
+
+
 def failure_text(failure: Failure) -> str:
     """Return a failure and the time of its recovery in a few words."""
-    where = failure.node if failure.kind == "node" else slots_of(failure)
     again = again_after(failure)
     done = f", trained again after {again:.2f} s" if again is not None else ""
-    what = " ".join(filter(None, (failure.kind, where)))
+    what = " ".join(filter(None, (failure.kind, where_of(failure))))
     return f"{short(failure.detected_at)} {what} SEV{failure.severity}{done}"
 
 
