@@ -316,7 +316,7 @@ def _account(job: JobState) -> str:
         return ""
     return (
         f"{plural(job.iteration + 1, 'iteration')}, goodput {100.0 * job.goodput:.1f} %, "
-        f"{job.lost_seconds:.1f} s lost in {plural(len(job.failures), 'failure')}"
+        f"{job.all_lost_seconds:.1f} s lost in {plural(len(job.failures), 'failure')}"
     )
 
 

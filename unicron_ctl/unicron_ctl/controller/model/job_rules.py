@@ -123,7 +123,7 @@ def on_failure_detected(job: JobState, event: Event, record: records.FailureDete
     kept = msgspec.structs.replace(record, leave_out={}, exits=ends, escalation=None)  # the rest is for the fold alone
     job.failures.append(Failure(event.id, event.job, event.time, kept))
     if record.noted is not None:
-        _slot(job, record.slots[0]).noted = record.noted
+        _slot(job, record.slots[0] if record.noted_by is None else record.noted_by).noted = record.noted
     for seen in record.exits:
         _slot(job, seen.slot).exit_seen = Identity(seen.agent, seen.incarnation)
     _condemn(job, record.leave_out)
@@ -212,7 +212,7 @@ def on_break(job: JobState, event: Event, record: records.Break) -> None:
         if failure.record.member and failure.broken_at is None:
             failure.broken_at, failure.generation = event.time, event.generation
     if job.phase is not Phase.BREAKING:
-        again = min(job.trained_seconds, record.repeated * (job.seconds or 0.0))
+        again = min(job.stepping_seconds, record.repeated * (job.seconds or 0.0))
         job.trained, job.lost_seconds = job.trained - again, job.lost_seconds + again
         job.restarts += bool(record.lost)
         job.tries = record.tries
@@ -405,6 +405,7 @@ def on_layout_chosen(job: JobState, event: Event, record: records.LayoutChosen) 
 def on_step(job: JobState, event: Event, record: records.Step) -> None:
     _note_time(job, event, record)
     job.iteration, job.loss, job.nan_since = record.iteration, record.loss, record.nan_since
+    job.unsound_seconds = max(job.unsound_seconds, record.unsound_seconds)
     if job.unsound is not None and record.iteration >= job.unsound.until:
         job.unsound = None
     job.iterations_wanted = record.train_iterations or job.iterations_wanted
@@ -429,7 +430,7 @@ def _note_time(job: JobState, event: Event, record: records.Step) -> None:
         before = job.stepped or min((failure.detected_at for failure in job.failures), default=at)
         since = at - before if before < at else made * record.seconds
         own = min(since, made * record.seconds, made * (job.seconds or math.inf))
-        job.trained, job.lost_seconds = job.trained_seconds, job.lost_seconds + max(0.0, since - own)
+        job.trained, job.lost_seconds = job.stepping_seconds, job.lost_seconds + max(0.0, since - own)
         job.stepping_since, job.stepped_in = at - own, event.generation
     job.stepped = at
 

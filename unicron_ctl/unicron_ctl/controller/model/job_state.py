@@ -302,6 +302,8 @@ class JobState(_Memberships):
     lost_seconds: float = 0.0
     """Seconds between the last step of a generation and the first of the next one, and of iterations made again;
     before the first step, since the first failure."""
+    unsound_seconds: float = 0.0
+    """Seconds of iterations without a finite loss, and of trying iterations again that were no step at first."""
     lost_before: float = 0.0
     """Seconds that had been lost up to the last failure that was healed."""
     stepping_since: float = 0.0
@@ -565,13 +567,23 @@ class JobState(_Memberships):
     def goodput(self) -> float | None:
         """The share that was not lost of the time from the first step, or an earlier failure, to the last step; None
         before the first step."""
-        whole = self.trained_seconds + self.lost_seconds
+        whole = self.trained_seconds + self.all_lost_seconds
         return self.trained_seconds / whole if whole > 0.0 else None
 
     @property
     def trained_seconds(self) -> float:
         """Seconds from the first step to the last one that were not lost."""
+        return max(0.0, self.stepping_seconds - self.unsound_seconds)
+
+    @property
+    def stepping_seconds(self) -> float:
+        """Seconds of all iterations, unsound ones included, but for what failures have cost."""
         return self.trained + self.stepped - self.stepping_since
+
+    @property
+    def all_lost_seconds(self) -> float:
+        """Seconds that were lost by failures and by unsound iterations."""
+        return self.lost_seconds + min(self.unsound_seconds, self.stepping_seconds)
 
     @property
     def seconds(self) -> float | None:

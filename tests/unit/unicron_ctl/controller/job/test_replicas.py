@@ -448,6 +448,20 @@ def test_a_rank_that_is_stopped_by_a_signal_is_blamed_and_not_those_of_its_repli
     assert failures(world) == ["hang [3]"]
 
 
+def test_a_rank_that_computes_is_blamed_and_not_those_of_its_replica_that_have_finished():
+    world, agents = started(nodes=4, ranks=1, replica=2, hang_floor_seconds=0.5)
+    for iteration in range(20):
+        world.run(0.4)
+        world.iterate("1", iteration)
+    for agent in agents:
+        agent.set(agent.element, phase="computing" if agent.element > 1 else "reducing")
+    agents[2].set(2, done=[1, 3])
+    world.run(12.0)
+    assert failures(world) == ["hang [3]"]
+    reason = next(event.record.reason for event in world.log if event.kind == "hang")
+    assert "slot 3 is in micro-batch 1 of iteration 20, slot 2 of its replica waits for it, 2 others wait in" in reason
+
+
 def test_when_a_collective_hangs_again_all_replicas_but_one_start_anew():
     world, _ = started(nodes=6, ranks=1, replica=2)
     assert to_restart(world.job()) == {2, 3, 4, 5}

@@ -144,6 +144,7 @@ class Step(Record, frozen=True, tag="step"):
     micro_batches: int
     computed: int
     nan_since: int = -1  # the first of the latest iterations without a finite loss, or -1
+    unsound_seconds: float = 0.0  # of all iterations so far without a finite loss, and of trying some again
     unreported: list[int] = []  # the first hundred micro-batches that no rank reported
     ago: float = 0.0  # seconds since the iteration, if it was reported late
 
