@@ -7,8 +7,11 @@ import pytest
 from tests.support.plain_agent import PlainAgent
 from tests.support.scenarios import asked, boundary, power_off, recorded, trained
 from tests.support.world import FakeAgent, World
+from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.job import spares
+from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.sense.timing import Slow
+from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.log import records
 
 
@@ -128,3 +131,24 @@ def test_a_plain_program_starts_again_for_it_only_where_the_admin_allows_that(al
         assert "break" not in world.kinds() and "always" in told(world)[-1][1]
         return
     assert "break" in world.kinds() and asked(world.slurm, "requeue_hold") == ["n2"]
+
+
+def test_the_status_says_why_it_keeps_its_place(snapshot):
+    world, agents = started()
+    lose_the_spare(world, agents)
+    slow(world, 1)
+    world.run(1.0)
+    (job,) = answers.answer(world.core, None, "status", {}, EVERYBODY).jobs
+    assert job.degraded.swap == "no spare is ready"
+    assert [note for note in status_tables.job_notes(job) if "slow" in note] == snapshot
+    explained = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY)
+    assert "node_swap" in [decision.kind for decision in explained.decisions]
+
+
+def test_what_nothing_tells_apart_stays_together():
+    """A pipeline over two nodes goes at the pace of its slowest stage."""
+    world, agents = started(nodes=6, wanted=2, free=1, ranks=1, replica=2)
+    slow(world, 0)
+    world.core.runtimes["1"].sensors.times.unclear = "its replica is on n1, n2"
+    world.run(1.0)
+    assert world.job().swap is None and "its replica is on" in told(world)[-1][1]
