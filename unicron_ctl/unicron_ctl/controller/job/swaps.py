@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from unicron_ctl.controller.job import spares
 from unicron_ctl.controller.job.candidates import remaining
@@ -35,6 +36,14 @@ class Suspect:
     """Why another node may be to blame as well; empty if none is."""
 
 
+class Kept(NamedTuple):
+    """The suspect keeps its place."""
+
+    why: str
+    waits: bool = False
+    """Just until it has cost as much as a swap, which is no news."""
+
+
 @dataclass
 class SwapNotes:
     """What the log says of the suspect that keeps its place; lost with the process."""
@@ -55,8 +64,8 @@ def advance(view: View, job: JobView, times: JobTimes, notes: SwapNotes) -> Outc
         return out
     if (suspect := find_suspect(state, times)) is None:
         notes.forget()
-    elif state.phase is Phase.RUNNING and (why := plan_swap(view, job, suspect, out)) is not None:
-        _note_kept(state, suspect, why, notes, out)
+    elif state.phase is Phase.RUNNING and (kept := plan_swap(view, job, suspect, out)) is not None:
+        _note_kept(state, suspect, kept, notes, out)
     return out
 
 
@@ -69,20 +78,23 @@ def find_suspect(job: JobState, times: JobTimes) -> Suspect | None:
 
 
 # ---------------------------------------------------------------- the decision
-def plan_swap(view: View, job: JobView, suspect: Suspect, out: Outcome) -> str | None:
+def plan_swap(view: View, job: JobView, suspect: Suspect, out: Outcome) -> Kept | None:
     """Record that the suspect leaves when spares take its place. Return why it keeps its place; None if it leaves."""
     state, agent = job.state, job.agents.get(suspect.element)
     if agent is None or not agent.alive or suspect.element not in state.inside or state.departing:
-        return "its job changes at this moment"
-    along = leaves_along(job, suspect.element)
+        return Kept("its job changes at this moment", waits=True)
+    along, cost = leaves_along(job, suspect.element), _cost(view, job)
     if why := _why_not(view, job, suspect, along):
-        return why
+        return Kept(why)
+    if suspect.lost < cost:
+        cheap = f"it has cost {suspect.lost:.1f} s so far, and a swap costs {cost:.1f} s"
+        return Kept(cheap, waits=True)
     if why := isolation.why_kept(view, state, agent, suspect.reason, True, out):
-        return why
+        return Kept(why)
     who = f"{agent.node} gives its place to a spare at the next boundary"
     if not state.mode.joins:
         who = f"{agent.node} gives its place to a spare, and all processes start again"
-    reason = f"{who}: {suspect.reason}; it has cost {suspect.lost:.1f} s, a swap costs {_cost(view, job):.1f} s"
+    reason = f"{who}: {suspect.reason}; it has cost {suspect.lost:.1f} s, a swap costs {cost:.1f} s"
     swap = records.NodeSwap(suspect.element, agent.node, "planned", agent.agent, list(along), reason=reason)
     out.record(state, swap)
     return None
@@ -94,7 +106,9 @@ def _why_not(view: View, job: JobView, suspect: Suspect, along: Iterable[int]) -
     if view.config.swap_slow_nodes == "off":
         return "swap_slow_nodes is off"
     if not state.mode.joins and view.config.swap_slow_nodes != "always":
-        return 'it is a plain program, which would start again from its checkpoint: swap_slow_nodes = "always" allows it'
+        return (
+            'it is a plain program, which would start again from its checkpoint: swap_slow_nodes = "always" allows it'
+        )
     if suspect.unclear:
         return suspect.unclear
     if not state.settings.spares:
@@ -103,9 +117,6 @@ def _why_not(view: View, job: JobView, suspect: Suspect, along: Iterable[int]) -
         return "no other replica has the training state"
     if (ready := _ready(job)) < needed:
         return f"only {ready} of {plural(needed, 'spare')} is ready" if ready else "no spare is ready"
-    cost = _cost(view, job)
-    if suspect.lost < cost:
-        return f"it has cost {suspect.lost:.0f} s so far, less than a swap, which costs {cost:.0f} s"
     return ""
 
 
@@ -137,14 +148,14 @@ def _state_stays(job: JobView, gone: set[int]) -> bool:
     return state.plan is not None and bool(remaining(state.plan.members, named, job.replica))
 
 
-def _note_kept(job: JobState, suspect: Suspect, why: str, notes: SwapNotes, out: Outcome) -> None:
+def _note_kept(job: JobState, suspect: Suspect, kept: Kept, notes: SwapNotes, out: Outcome) -> None:
     """Record why the suspect keeps its place, once for each reason."""
-    told = notes.element == suspect.element and _gist(notes.why) == _gist(why)
-    notes.element, notes.why = suspect.element, why
-    if told:
+    told = notes.element == suspect.element and _gist(notes.why) == _gist(kept.why)
+    notes.element, notes.why = suspect.element, kept.why
+    if told or kept.waits:
         return
     node = job.agents[suspect.element].node if suspect.element in job.agents else ""
-    reason = f"{node} keeps its place although {suspect.reason}: {why}"
+    reason = f"{node} keeps its place although {suspect.reason}: {kept.why}"
     out.record(job, records.NodeSwap(suspect.element, node, "withheld", reason=reason))
 
 

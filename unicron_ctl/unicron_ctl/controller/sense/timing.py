@@ -366,7 +366,6 @@ class JobTimes:
         self.straggler = _slow(job, culprit, account.iteration, culprit.reason, now, reported)
         return [_record(self.straggler)] if reported else []
 
-
     def _within_replica(self, job: JobState, culprit: Culprit, head: int) -> tuple[Culprit, str]:
         """Return the culprit with the rank of its replica that is slow; or why nothing tells which node it is on."""
         replica = next((group for group in job.groups() if head in group), [head])

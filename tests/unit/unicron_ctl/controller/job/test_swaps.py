@@ -72,7 +72,6 @@ def lose_the_spare(world: World, agents: list[FakeAgent]) -> None:
 
 WITHHELD = {
     "no spare": (lambda world, agents: lose_the_spare(world, agents), {}, 100.0),
-    "costs too little": (lambda world, agents: None, {}, 4.0),
     "switched off": (lambda world, agents: None, {"swap_slow_nodes": "off"}, 100.0),
     "bounds": (lambda world, agents: None, {"max_requeues_per_minute": 0}, 100.0),
 }
@@ -87,6 +86,16 @@ def test_it_keeps_its_place_and_the_log_says_why(why: str, snapshot):
     world.run(10.0)
     assert world.job().swap is None and sorted(world.job().members) == [0, 1, 2]
     assert told(world) == snapshot, "once"
+
+
+def test_it_leaves_when_it_has_cost_as_much_as_the_swap():
+    world, _ = started()
+    slow(world, 1, 4.0)
+    world.run(5.0)
+    assert world.job().swap is None and told(world) == [], "it waits, which is no news"
+    slow(world, 1, 5.5)
+    world.run(0.3)
+    assert world.job().swap is not None
 
 
 def test_a_spare_that_is_lost_before_the_boundary_drops_the_swap():

@@ -520,7 +520,10 @@ def test_of_a_pipeline_the_slowest_stage_is_named_if_the_times_show_it(stage: in
             (slot,), first = agent.slots, agent.element % 2 == 0
             factor = 1.0 if slot < 2 else 2.0 if slot == stage or stage is None else 1.5
             times = [value * factor * rng.gauss(1, 0.02) for value in phases(4)[:3]] + [0.02, 0.01, 0.0]
-            agent.report(iteration, structs.RankStep(slot, [*range(agent.element // 2, 8, 2)] if first else [], 0.4, 1.0, None, times))
+            agent.report(
+                iteration,
+                structs.RankStep(slot, [*range(agent.element // 2, 8, 2)] if first else [], 0.4, 1.0, None, times),
+            )
     times = world.core.runtimes["1"].sensors.times
     assert times.straggler is not None and bool(times.unclear) == unclear
     assert times.straggler.slot == (2 if stage is None else stage)
