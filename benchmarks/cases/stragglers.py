@@ -1,7 +1,8 @@
 """Slow ranks: none of a healthy job is ever named, and one that becomes half as fast is named within some iterations.
 
-Each of four ranks draws its times by itself, which is the hardest case: common noise does not show between peers. In the
-distributions "of uneven shares" the ranks compute 3, 3, 2 and 1 micro-batches, and the controller makes them comparable.
+Each of four ranks draws its times by itself, which is the hardest case: common noise does not show between peers. In
+the distributions "of uneven shares" the ranks compute 3, 3, 2 and 1 micro-batches, which the controller makes
+comparable.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A real rank at a fraction of its speed, under real agents and a controller: named, and its node gives its place to the
-spare at a boundary."""
+"""A real rank at a fraction of its speed, under real agents and a controller: it is named, and its node gives its place
+to the spare at a boundary."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ def test_a_slow_rank_is_named_and_the_spare_takes_its_place_without_a_stop(job):
     job.trains_on(left)
     named = job.events("degraded")[0]
     assert named["slot"] == slow and named["node"] == f"n{slow}" and named["iteration"] - began < 48
-    (swap,) = job.events("node_swap")
-    assert swap["state"] == "planned" and swap["element"] == slow
+    (swap,) = [event for event in job.events("node_swap") if event["state"] == "planned"]
+    assert swap["element"] == slow
     (avoided,) = job.events("avoided")
     assert avoided["node"] == f"n{slow}" and avoided["suspect"] and avoided["id"] > swap["id"]
     assert job.failures() == [] and job.events("break") == [] and job.job()["ledger_violations"] == 0
     kinds = [decision["kind"] for decision in job.ask("explain", job="7")["decisions"]]
     assert "node_swap" in kinds and "avoided" in kinds
-    print("named after", named["iteration"] - began, named["reason"], swap["reason"])

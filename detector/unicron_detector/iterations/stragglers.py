@@ -9,7 +9,7 @@ for as long: the test learns the highest level that each length of run has reach
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from itertools import groupby
 from typing import NamedTuple
 

@@ -106,9 +106,7 @@ def _why_not(view: View, job: JobView, suspect: Suspect, along: Iterable[int]) -
     if view.config.swap_slow_nodes == "off":
         return "swap_slow_nodes is off"
     if not state.mode.joins and view.config.swap_slow_nodes != "always":
-        return (
-            'it is a plain program, which would start again from its checkpoint: swap_slow_nodes = "always" allows it'
-        )
+        return 'all processes of a plain program would start again: swap_slow_nodes = "always" allows it'
     if suspect.unclear:
         return suspect.unclear
     if not state.settings.spares:

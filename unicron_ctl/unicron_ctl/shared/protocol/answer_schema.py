@@ -310,6 +310,31 @@ class Explanation(JobBase, kw_only=True):
     """The planner's present choice, which `unicronctl` adds; null if there is no choice."""
 
 
+class NodeMark(msgspec.Struct, kw_only=True):
+    """An incident of a node."""
+
+    time: float
+    kind: str
+    weight: float
+    reason: str
+
+
+class NodeHistory(msgspec.Struct, kw_only=True):
+    """The answer of `unicronctl explain --node`, for admins and readers: what the log holds against a node."""
+
+    node: str
+    since: float
+    """When the part of the log that counts begins."""
+    score: float
+    """The weights of its incidents, halved by each week since."""
+    lemon: float
+    """The score from which on the node should be left out."""
+    marks: list[NodeMark]
+    """Oldest first; a passed pair test has the weight 0."""
+    hint: str
+    """What leaves the node out of a job; empty below `lemon`."""
+
+
 class HealthReport(msgspec.Struct, kw_only=True):
     """The verdict of the admission checks or a paired test on a node."""
 

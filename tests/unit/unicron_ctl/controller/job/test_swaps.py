@@ -35,7 +35,7 @@ def told(world: World) -> list[tuple[str, str]]:
 
 
 def test_the_spare_is_in_before_the_slow_node_leaves_and_nobody_stops(snapshot):
-    world, agents = started()
+    world, _ = started()
     slow(world, 1)
     world.run(0.5)
     offer = world.job().offer
@@ -52,7 +52,7 @@ def test_the_spare_is_in_before_the_slow_node_leaves_and_nobody_stops(snapshot):
 
 
 def test_without_slurm_it_waits_outside_and_is_no_spare():
-    world, agents = started(free=None)
+    world, _ = started(free=None)
     slow(world, 1)
     world.run(0.5)
     boundary(world, 5.0)
@@ -113,7 +113,7 @@ def test_a_spare_that_is_lost_before_the_boundary_drops_the_swap():
 
 
 def test_a_lost_node_has_the_spare_before_a_slow_one():
-    world, agents = started(nodes=5)
+    world, _ = started(nodes=5)
     power_off(world, "n1")
     slow(world, 1)
     world.run(10.0)
@@ -122,7 +122,7 @@ def test_a_lost_node_has_the_spare_before_a_slow_one():
 
 
 def test_all_nodes_of_a_replica_leave_together_and_only_the_slow_one_is_a_suspect():
-    world, agents = started(nodes=6, wanted=2, free=1, ranks=1, replica=2)
+    world, _ = started(nodes=6, wanted=2, free=1, ranks=1, replica=2)
     slow(world, 1)
     world.run(0.5)
     boundary(world, 3.0)
@@ -133,7 +133,7 @@ def test_all_nodes_of_a_replica_leave_together_and_only_the_slow_one_is_a_suspec
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_plain_program_starts_again_for_it_only_where_the_admin_allows_that(allowed: bool):
     config = {"swap_slow_nodes": "always"} if allowed else {}
-    world, agents = started(kind=PlainAgent, config=config)
+    world, _ = started(kind=PlainAgent, config=config)
     slow(world, 1, 10_000.0)
     world.run(20.0)
     if not allowed:
@@ -156,7 +156,7 @@ def test_the_status_says_why_it_keeps_its_place(snapshot):
 
 def test_what_nothing_tells_apart_stays_together():
     """A pipeline over two nodes goes at the pace of its slowest stage."""
-    world, agents = started(nodes=6, wanted=2, free=1, ranks=1, replica=2)
+    world, _ = started(nodes=6, wanted=2, free=1, ranks=1, replica=2)
     slow(world, 0)
     world.core.runtimes["1"].sensors.times.unclear = "its replica is on n1, n2"
     world.run(1.0)
