@@ -32,6 +32,8 @@ class Sizes(msgspec.Struct, frozen=True):
     """Healthy iterations of each distribution."""
     jobs: int = 20
     """Jobs of each distribution in which a rank becomes slow."""
+    only: str = ""
+    """A word in the names of the distributions; empty for all."""
 
 
 SMALLEST = Sizes(1000, 1)
@@ -94,7 +96,8 @@ def measure(sizes: Sizes, report: Report) -> None:
     assert set(OWN_TIMES) < set(COLUMNS)
     names = list(distributions(np.random.default_rng(0), 1))
     elapsed = 0.0
-    for number, name in enumerate(names):
+    chosen = [(number, name) for number, name in enumerate(names) if sizes.only in name]
+    for number, name in chosen:
         times = distributions(np.random.default_rng([1, number]), sizes.iterations)[name]()
         began = time.process_time()
         named = healthy_namings(times, "uneven" in name)
@@ -107,7 +110,7 @@ def measure(sizes: Sizes, report: Report) -> None:
         most = 5 if number == 0 else None
         report.figure(f"half as fast, named after, median, {name}", statistics.median(found), "iterations", most=most)
         report.figure(f"half as fast, named after, worst of {sizes.jobs}, {name}", max(found), "iterations", most=most)
-    report.figure("an iteration of four ranks is compared", 1e6 * elapsed / (sizes.iterations * len(names)), "us")
+    report.figure("an iteration of four ranks is compared", 1e6 * elapsed / (sizes.iterations * len(chosen)), "us")
 
 
 def healthy_namings(times: Floats, uneven: bool) -> int:

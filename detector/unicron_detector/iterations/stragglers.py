@@ -26,12 +26,12 @@ QUICK = ((4, 0), (5, 0), (6, 0), (8, 1))
 LONG = ((12, 2), (16, 4), (24, 8), (32, 12), (48, 18), (64, 24), (128, 48))
 RUNS = (*QUICK, *LONG)
 LONG_EVERY = 4  # iterations between two tests of the long ones
-SKIPPED = 8  # iterations after a start, in which newcomers compile and fill their caches
+WARM_UP = 8  # iterations after a start, in which newcomers compile and fill their caches
 SETTLING = 32  # iterations after them, in which only runs of FIRST and more count
 FIRST = 16
 DELAY = 64  # iterations until a run is learned from: a fault must not raise its own limit
 BATCH = 16  # iterations that are learned from at once
-HELD = 512  # iterations in memory
+MEMORY = 512  # iterations in memory
 ERRORS = 5.0  # standard errors of a run's mean
 UNSURE = 8.0
 """Independent iterations of one rank or another for which twice the standard error counts."""
@@ -39,7 +39,7 @@ MARGIN = 3.0  # of them beyond the threshold
 BEYOND = 1.25  # times the highest run of a healthy rank so far
 NEARLY = 0.8  # of a run's height, which is compared with single iterations of healthy ranks
 CHANCE = 1e-10  # that a healthy rank has such a run, if its iterations do not depend on each other
-KEPT = 0.5 ** (BATCH / 20_000)  # of the highest run and of the noise, per batch: a half-life of 20,000 iterations
+DECAY = 0.5 ** (BATCH / 20_000)  # of the highest run and of the noise, per batch: a half-life of 20,000 iterations
 SMALLEST, LARGEST = 1e-9, 1e9  # seconds of an iteration
 OVER = 16  # iterations whose median must be below half of the threshold before a straggler is none any more
 Row = Mapping[int, Mapping[str, float]]
@@ -47,12 +47,12 @@ Floats = npt.NDArray[np.float64]
 
 
 class _Noise(NamedTuple):
-    """How much healthy ranks differ from their own usual level."""
+    """The differences of healthy ranks from their own usual level."""
 
     around: Floats
     """[rank, iteration], the iterations that were learned from."""
     error: Floats
-    """Of each rank: the standard deviation."""
+    """The standard deviation of each rank."""
     again: float
     """The correlation of an iteration with the one before."""
 
@@ -69,7 +69,7 @@ class _Noise(NamedTuple):
         return math.comb(run, quick) * share ** (run - quick)
 
 
-class _Found(NamedTuple):
+class _Candidate(NamedTuple):
     place: int
     run: int
     above: float
@@ -82,7 +82,7 @@ class Stragglers:
         self.current: Culprit | None = None
         self._named_for = 0
         self._highest = np.zeros(len(RUNS))
-        """Of each run's length: the most by which a healthy rank exceeded its usual level."""
+        """The most by which a healthy rank exceeded its usual level, for each length of run."""
         self._noisiest, self._most_again = 0.0, 0.0
         """The noise of all ranks together, at its highest."""
         self.clear()
@@ -92,9 +92,9 @@ class Stragglers:
         what is known of the job's noise."""
         self._slots: tuple[int, ...] = ()
         self._groups: list[list[int]] = []
-        self._to_skip, self._count = SKIPPED, 0
-        self._apart: Floats = np.zeros((0, HELD))
-        self._seconds: Floats = np.zeros((0, HELD, len(OWN_TIMES)))
+        self._to_skip, self._count = WARM_UP, 0
+        self._apart: Floats = np.zeros((0, MEMORY))
+        self._seconds: Floats = np.zeros((0, MEMORY, len(OWN_TIMES)))
         self._known: _Noise | None = None
         self._unlearned = 0
 
@@ -104,7 +104,7 @@ class Stragglers:
         slots = tuple(sorted(row))
         if slots != self._slots:
             self.clear()
-            self._begin(slots, groups or {})
+            self._begin_with(slots, groups or {})
         if self._to_skip:
             self._to_skip -= 1
             return self.current
@@ -118,17 +118,17 @@ class Stragglers:
             self._learn()
         return self.current
 
-    def _begin(self, slots: tuple[int, ...], groups: Mapping[int, Hashable]) -> None:
+    def _begin_with(self, slots: tuple[int, ...], groups: Mapping[int, Hashable]) -> None:
         self._slots = slots
         by_group = sorted(range(len(slots)), key=lambda place: str(groups.get(slots[place])))
         alike = groupby(by_group, key=lambda place: groups.get(slots[place]))
         self._groups = [places for _, each in alike if len(places := list(each)) > 1]
-        self._apart = np.zeros((len(slots), HELD))
-        self._seconds = np.zeros((len(slots), HELD, len(OWN_TIMES)))
+        self._apart = np.zeros((len(slots), MEMORY))
+        self._seconds = np.zeros((len(slots), MEMORY, len(OWN_TIMES)))
 
     def _add(self, table: Floats) -> None:
-        if self._count == HELD:  # forget the older half
-            kept = HELD // 2
+        if self._count == MEMORY:  # forget the older half
+            kept = MEMORY // 2
             self._apart[:, :kept] = self._apart[:, kept:]
             self._seconds[:, :kept] = self._seconds[:, kept:]
             self._count = kept
@@ -139,10 +139,10 @@ class Stragglers:
         self._count += 1
 
     # ------------------------------------------------------------ the test
-    def _find(self) -> _Found | None:
+    def _find(self) -> _Candidate | None:
         """Return the rank with the run that exceeds its limit most."""
         now = self._count
-        runs = [number for number, (run, _) in enumerate(RUNS) if run <= now and self._due(run)]
+        runs = [number for number, (run, _) in enumerate(RUNS) if run <= now and self._is_due(run)]
         if not runs or not self._groups:
             return None
         noise, best = self._noise(), None
@@ -158,10 +158,10 @@ class Stragglers:
             if above <= 0.0 or (best is not None and above <= best.above):
                 continue
             if noise.chance(place, NEARLY * float(heights[place]), run, quick) < CHANCE:
-                best = _Found(place, run, above)
+                best = _Candidate(place, run, above)
         return best
 
-    def _due(self, run: int) -> bool:
+    def _is_due(self, run: int) -> bool:
         if run < FIRST and self._count <= SETTLING:
             return False
         return run <= QUICK[-1][0] or self._count % LONG_EVERY == 0
@@ -201,9 +201,9 @@ class Stragglers:
             return
         self._unlearned = 0
         self._known = self._measure(last)
-        self._noisiest = max(self._noisiest * KEPT, float(self._known.error.min()))
-        self._most_again = max(self._most_again * KEPT, self._known.again)
-        self._highest *= KEPT
+        self._noisiest = max(self._noisiest * DECAY, float(self._known.error.min()))
+        self._most_again = max(self._most_again * DECAY, self._known.again)
+        self._highest *= DECAY
         for number, (run, quick) in enumerate(RUNS):
             if last < run + BATCH:
                 continue
@@ -212,7 +212,7 @@ class Stragglers:
             self._highest[number] = max(self._highest[number], float(_heights(windows, quick).max()))
 
     # ------------------------------------------------------------ in words
-    def _culprit(self, found: _Found) -> Culprit:
+    def _culprit(self, found: _Candidate) -> Culprit:
         slot, peers = self._slots[found.place], self._peers(found.place)
         means = self._seconds[:, self._count - found.run : self._count].mean(axis=1)
         middle = np.median(means[peers], axis=0)

@@ -151,7 +151,7 @@ def leavers(job: JobView, joiners: Collection[int] = ()) -> list[int]:
     """Return the members that must leave, with the others in the replicas that they break up. The last replica never
     leaves, because no other has the state. A suspect leaves only when enough `joiners` take its place."""
     state = job.state
-    departing = state.departing | spares.swapped(job, joiners)
+    departing = state.departing | spares.leaving_by_swap(job, joiners)
     if not departing or state.plan is None:
         return []
     named = [slot for slot in state.members if state.element(slot) in departing]

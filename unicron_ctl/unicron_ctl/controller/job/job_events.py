@@ -265,7 +265,7 @@ def _change(view: View, job: JobView) -> Trigger | None:
         for group, verb in ((joiners, "join"), (gone, "leave"))
         if group
     )
-    swapped = [state.swap.reason] if state.swap is not None and spares.swapped(job, joiners) else []
+    swapped = [state.swap.reason] if state.swap is not None and spares.leaving_by_swap(job, joiners) else []
     words = "; ".join([words, *swapped, *(swap.text for swap in spares.swaps(view, job, joiners))])
     return mode.change(view, job, words, joiners, sorted(gone))
 

@@ -63,12 +63,12 @@ def entrants(view: View, job: JobView, found: Mapping[int, Sequence[int]]) -> se
 
     if (swap := job.state.swap) is not None:
         taken = pick(job, found, room + len(swap.elements), inside, order)
-        if swapped(job, (slot for element in taken for slot in found[element])):
+        if leaving_by_swap(job, (slot for element in taken for slot in found[element])):
             return taken
     return pick(job, found, room, inside, order)
 
 
-def swapped(job: JobView, joiners: Iterable[int]) -> frozenset[int]:
+def leaving_by_swap(job: JobView, joiners: Iterable[int]) -> frozenset[int]:
     """The elements of a suspect that these slots replace: they fill its places and all that are empty."""
     swap, inside = job.state.swap, job.state.inside
     if swap is None or not inside.issuperset(swap.elements):

@@ -36,7 +36,7 @@ class Suspect:
     """Why another node may be to blame as well; empty if none is."""
 
 
-class Kept(NamedTuple):
+class Refusal(NamedTuple):
     """The suspect keeps its place."""
 
     why: str
@@ -46,7 +46,7 @@ class Kept(NamedTuple):
 
 @dataclass
 class SwapNotes:
-    """What the log says of the suspect that keeps its place; lost with the process."""
+    """The suspect that keeps its place, as the log has it; lost with the process."""
 
     element: int = -1
     why: str = ""
@@ -78,19 +78,19 @@ def find_suspect(job: JobState, times: JobTimes) -> Suspect | None:
 
 
 # ---------------------------------------------------------------- the decision
-def plan_swap(view: View, job: JobView, suspect: Suspect, out: Outcome) -> Kept | None:
+def plan_swap(view: View, job: JobView, suspect: Suspect, out: Outcome) -> Refusal | None:
     """Record that the suspect leaves when spares take its place. Return why it keeps its place; None if it leaves."""
     state, agent = job.state, job.agents.get(suspect.element)
     if agent is None or not agent.alive or suspect.element not in state.inside or state.departing:
-        return Kept("its job changes at this moment", waits=True)
+        return Refusal("its job changes at this moment", waits=True)
     along, cost = leaves_along(job, suspect.element), _cost(view, job)
     if why := _why_not(view, job, suspect, along):
-        return Kept(why)
+        return Refusal(why)
     if suspect.lost < cost:
         cheap = f"it has cost {suspect.lost:.1f} s so far, and a swap costs {cost:.1f} s"
-        return Kept(cheap, waits=True)
+        return Refusal(cheap, waits=True)
     if why := isolation.why_kept(view, state, agent, suspect.reason, True, out):
-        return Kept(why)
+        return Refusal(why)
     who = f"{agent.node} gives its place to a spare at the next boundary"
     if not state.mode.joins:
         who = f"{agent.node} gives its place to a spare, and all processes start again"
@@ -146,7 +146,7 @@ def _state_stays(job: JobView, gone: set[int]) -> bool:
     return state.plan is not None and bool(remaining(state.plan.members, named, job.replica))
 
 
-def _note_kept(job: JobState, suspect: Suspect, kept: Kept, notes: SwapNotes, out: Outcome) -> None:
+def _note_kept(job: JobState, suspect: Suspect, kept: Refusal, notes: SwapNotes, out: Outcome) -> None:
     """Record why the suspect keeps its place, once for each reason."""
     told = notes.element == suspect.element and _gist(notes.why) == _gist(kept.why)
     notes.element, notes.why = suspect.element, kept.why
@@ -170,7 +170,7 @@ def _follow(view: View, job: JobView, out: Outcome) -> None:
     agent = job.agents.get(swap.element)
     if swap.element not in state.inside and swap.element not in state.elements(state.joining):
         if agent is not None and agent.agent == swap.agent:
-            _leave(view, job, swap.element, swap.reason, out)
+            _leave_node(view, job, swap.element, swap.reason, out)
     elif state.phase is Phase.RUNNING:
         if _ready(job) < len(swap.elements):
             node = agent.node if agent is not None else ""
@@ -178,7 +178,7 @@ def _follow(view: View, job: JobView, out: Outcome) -> None:
             out.record(state, records.NodeSwap(swap.element, node, "dropped", reason=reason))
 
 
-def _leave(view: View, job: JobView, element: int, reason: str, out: Outcome) -> None:
+def _leave_node(view: View, job: JobView, element: int, reason: str, out: Outcome) -> None:
     """Leave the node, which is a suspect from now on."""
     state, agent = job.state, job.agents[element]
     if isolation.leave_node(view, state, agent, None, agent.slots, reason, True, out):

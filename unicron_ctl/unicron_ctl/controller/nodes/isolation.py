@@ -62,12 +62,12 @@ def leave_node(
         return False
     asked = mark is not None and mark.agent == agent.agent and view.now - mark.at < view.config.isolate_seconds
     if asked or (info.node and info.node != agent.node):
-        _tell(job, failure, f"{here} leaves {agent.node} already", out)
+        _record_action(job, failure, f"{here} leaves {agent.node} already", out)
         return True
     allocated = job.settings.allocation
     if why := why_kept(view, job, agent, reason, suspect, out):
         stays = f"{agent.node} of job {job.job} is not left" if allocated else f"{here} stays on {agent.node}"
-        _tell(job, failure, f"{stays}: {why}", out)
+        _record_action(job, failure, f"{stays}: {why}", out)
         words = f"job {job.job} stays on {agent.node} although {reason}: {why}"
         out.record(job, records.IsolationWithheld(node=agent.node, slots=list(slots), reason=words))
         return False
@@ -76,7 +76,7 @@ def leave_node(
         f"; the node is a suspect, `{readmission.pair_test_command(agent.node)}` tests it" if suspect else ""
     )
     text = f"the job goes on without {agent.node}" if allocated else text
-    _tell(job, failure, text, out)
+    _record_action(job, failure, text, out)
     avoided = records.NodeAvoided(
         element=agent.element, node=agent.node, agent=agent.agent, suspect=suspect, reason=words
     )
@@ -86,7 +86,7 @@ def leave_node(
     return True
 
 
-def _tell(job: JobState, failure: int | None, text: str, out: Outcome) -> None:
+def _record_action(job: JobState, failure: int | None, text: str, out: Outcome) -> None:
     if failure is not None:
         out.record(job, records.FailureAction(failure=failure, text=text))
 

@@ -140,7 +140,7 @@ class PhaseTimes:
         means[:, REDUCE] = np.maximum(0.0, means[:, REDUCE] - (shares.max() - shares) * each)
         return {slot: dict(zip(COLUMNS, row, strict=True)) for slot, row in zip(kept, means.tolist(), strict=True)}
 
-    def wasted(self, slow: int) -> float:
+    def waste_of(self, slow: int) -> float:
         """Return by how many seconds the newest iteration would have been shorter if this rank were as fast as the
         others, and all had equally much to do."""
         slots = [slot for slot in self._choose_slots() if slot in self.rows]
@@ -358,7 +358,7 @@ class JobTimes:
             return [records.JobDegradedOver(iteration=account.iteration, reason=over)]
         assert culprit.slot is not None
         if before is not None and self.named == culprit.slot:
-            self.straggler_cost += self.phases.wasted(culprit.slot)
+            self.straggler_cost += self.phases.waste_of(culprit.slot)
             return []
         self.named, self.straggler_cost = culprit.slot, 0.0
         culprit, self.unclear = self._within_replica(job, culprit, culprit.slot)

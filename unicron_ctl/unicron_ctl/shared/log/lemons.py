@@ -20,12 +20,12 @@ WEIGHTS = {
     records.Anomaly: 0.5,
     records.NodeHealth: 1.0,  # bad
 }
-"""What each kind of record counts against its node."""
+"""Each kind of record, and what it counts against its node."""
 SECONDS = LONG.seconds
 HALF_LIFE = 7 * DAY
 MOMENT = 600.0  # seconds; records closer together are one incident, of which the heaviest counts
 LEMON = 3.0  # about two lost nodes in two weeks
-PASSED = 0.5  # what a passed pair test leaves of all before it: a lemon passes tests, too
+AFTER_TEST = 0.5  # what a passed pair test leaves of all before it: a lemon passes tests, too
 
 
 def history(events: Iterable[Event], node: str, now: float) -> NodeHistory:
@@ -38,7 +38,7 @@ def history(events: Iterable[Event], node: str, now: float) -> NodeHistory:
         last = at
         heaviest = max(incident, key=_weight)
         if _passed(heaviest):
-            score *= PASSED
+            score *= AFTER_TEST
         score += _weight(heaviest)
         kind = heaviest.record.kind
         marks.append(NodeMark(time=at, kind=kind, weight=_weight(heaviest), reason=heaviest.record.reason[:400]))

@@ -332,7 +332,7 @@ class NodeHistory(msgspec.Struct, kw_only=True):
     marks: list[NodeMark]
     """Oldest first; a passed pair test has the weight 0."""
     hint: str
-    """What leaves the node out of a job; empty below `lemon`."""
+    """An option that leaves the node out of a job; empty below `lemon`."""
 
 
 class HealthReport(msgspec.Struct, kw_only=True):

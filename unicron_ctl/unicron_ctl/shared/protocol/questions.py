@@ -53,7 +53,7 @@ class ExplainQuestion(msgspec.Struct, kw_only=True):
 
 
 class HistoryQuestion(msgspec.Struct, kw_only=True):
-    """What the log holds against a node."""
+    """The incidents of a node that the log still has."""
 
     node: str
 
