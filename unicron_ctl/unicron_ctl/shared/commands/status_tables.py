@@ -15,7 +15,16 @@ from rich.text import Text
 
 from unicron_ctl.shared.commands import trouble
 from unicron_ctl.shared.commands.times import duration, short
-from unicron_ctl.shared.protocol.answer_schema import Explanation, Failure, Job, JobBase, Node, NodeEvent, Status
+from unicron_ctl.shared.protocol.answer_schema import (
+    Explanation,
+    Failure,
+    Job,
+    JobBase,
+    Node,
+    NodeEvent,
+    NodeHistory,
+    Status,
+)
 from unicron_ctl.shared.slurm.host_lists import fold, natural
 from unicron_ctl.shared.system.columns import Cell, Listing
 from unicron_detector.words import number_spans, plural
@@ -254,6 +263,8 @@ def _slow(job: Job) -> str:
         factor = f" {slow.slowdown:.1f}x" if slow.slowdown else ""
         who = f"slot {slow.slot}{factor} in {slow.phase}"
         found.append(f"slow: {who if slow.slot is not None else slow.phase or 'all ranks'}")
+        if slow.swap:
+            found.append(f"{slow.node} keeps its place: {slow.swap}")
     if job.anomalies:
         found.append("odd: " + ", ".join(f"{item.peer} {item.metric}" for item in job.anomalies[:3]))
     return ", ".join(found)
@@ -382,6 +393,19 @@ def explanation(data: Explanation) -> list[Listing | Text]:
     if data.failures:
         parts.append(failures(data.failures))
     return parts
+
+
+def node_history(data: NodeHistory) -> list[Listing | Text]:
+    """Return a node's incidents, and how they add up."""
+    table = Listing("when", "what", "counts", "why")
+    for mark in data.marks:
+        table.add_row(short(mark.time), mark.kind, f"{mark.weight:g}", mark.reason)
+    if not data.marks:
+        table.add_note(f"nothing is held against {data.node} since {short(data.since)}")
+    table.add_note(f"score {data.score:g}: each counts half as much a week later; a lemon has {data.lemon:g} or more")
+    if data.hint:
+        table.add_note(f"{data.node} is a lemon, leave it out: {data.hint}")
+    return [table]
 
 
 def standing(data: Explanation) -> list[str]:
