@@ -20,9 +20,11 @@ from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_state import JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.sense.symptoms import Symptoms
 from unicron_ctl.controller.sense.timing import JobTimes
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
+from unicron_detector.health.symptoms import LEAST
 from unicron_detector.iterations.peer_metrics import DIRECTIONS, MINIMA, Anomaly, PeerWatch
 
 # Metrics that differ between peers by the job's own layout (a data loader, a log, a checkpoint's writer): only a change
@@ -111,6 +113,9 @@ class JobPeers:
     """One job's metrics."""
 
     samples: dict[int, Sample] = field(default_factory=dict)
+    symptoms: Symptoms = field(default_factory=Symptoms)
+    ill: dict[str, Standing] = field(default_factory=dict)
+    """Those of the symptoms."""
     groups: list[Neighbours] = field(default_factory=list)
     past: deque[Standing] = field(default_factory=lambda: deque(maxlen=50))
     generation: int = -1
@@ -122,12 +127,17 @@ class JobPeers:
 
     @property
     def standing(self) -> list[Standing]:
-        return [item for group in self.groups for item in group.standing.values()]
+        return [*self.ill.values(), *(item for group in self.groups for item in group.standing.values())]
 
     def on_metrics(self, agent: AgentView, message: wire.Metrics, now: float) -> None:
         """Take in an agent's sample, without unknown names and senseless values."""
+        node = _sound(message.node)
+        symptoms = _sound(message.symptoms) or {name: node[name] for name in LEAST if name in node}  # of release 0.2
+        self.symptoms.on_metrics(agent.node, message, symptoms, now)
+        if not message.whole:
+            return
         ranks = {slot: _sound(values) for slot, values in message.ranks.items() if slot in agent.slots}
-        self.samples[message.element] = Sample(now, agent.node, message.host[:100], _sound(message.node), ranks)
+        self.samples[message.element] = Sample(now, agent.node, message.host[:100], {k: v for k, v in node.items() if k not in LEAST}, ranks)
 
 
 def _sound(values: Mapping[str, float]) -> dict[str, float]:
@@ -139,6 +149,8 @@ def check_peers(view: View, known: JobView, times: JobTimes, peers: JobPeers) ->
     out, job, period, now = Outcome(), known.state, view.config.metrics_seconds, view.now
     if not period or job.plan is None or job.phase not in (Phase.RUNNING, Phase.OFFERING):
         return out
+    if peers.symptoms.news and (peers.symptoms.ill or peers.ill):
+        _check_symptoms(job, peers, view.config.symptom_seconds, out, now)
     if peers.next_group == 0:
         if now - peers.judged_at < period:
             return out
@@ -161,6 +173,21 @@ def check_peers(view: View, known: JobView, times: JobTimes, peers: JobPeers) ->
     return out
 
 
+def _check_symptoms(job: JobState, peers: JobPeers, period: float, out: Outcome, now: float) -> None:
+    """Compare the nodes' symptoms, all at once: they show only while somebody has one."""
+    found, fresh, rows = peers.symptoms.judge(job.elements(job.members), period, now)
+    seen = {anomaly.peer for anomaly in found}
+    for peer, item in list(peers.ill.items()):
+        if peer in fresh:
+            item.quiet = 0 if peer in seen else item.quiet + 1
+        _end_if_over(job, peers, peers.ill, item, out, now)
+    for anomaly in found:
+        if anomaly.peer not in peers.ill:
+            standing = Standing(anomaly.peer, [anomaly.peer], None, anomaly.metric, anomaly.reason, now)
+            peers.ill[anomaly.peer] = standing
+            out.record(job, _record(standing, anomaly, rows[anomaly.peer]))
+
+
 def _regroup(job: JobState, peers: JobPeers, out: Outcome, now: float) -> None:
     """Forget what was usual, because of other members and other work. Anomalies are remembered."""
     assert job.plan is not None
@@ -175,7 +202,7 @@ def _regroup(job: JobState, peers: JobPeers, out: Outcome, now: float) -> None:
         peers.groups[0].standing = {item.peer: item for item in standing}
     for group in peers.groups:
         for item in [item for item in group.standing.values() if _is_gone(job, item)]:
-            _over(job, peers, group, item, "is no member any more", out, now)
+            _over(job, peers, group.standing, item, "is no member any more", out, now)
 
 
 def _compare(
@@ -263,16 +290,29 @@ def _is_gone(job: JobState, item: Standing) -> bool:
 def _end_anomalies(job: JobState, peers: JobPeers, group: Neighbours, out: Outcome, now: float) -> None:
     """End anomalies that have not been seen for some rounds, or whose peer is gone."""
     for item in list(group.standing.values()):
-        gone = _is_gone(job, item)
-        if gone or item.quiet >= ROUNDS:
-            _over(job, peers, group, item, "is no member any more" if gone else "no longer stands out", out, now)
+        _end_if_over(job, peers, group.standing, item, out, now)
+
+
+def _end_if_over(
+    job: JobState, peers: JobPeers, standing: dict[str, Standing], item: Standing, out: Outcome, now: float
+) -> None:
+    gone = _is_gone(job, item)
+    if gone or item.quiet >= ROUNDS:
+        why = "is no member any more" if gone else "no longer stands out"
+        _over(job, peers, standing, item, why, out, now)
 
 
 def _over(
-    job: JobState, peers: JobPeers, group: Neighbours, item: Standing, why: str, out: Outcome, now: float
+    job: JobState,
+    peers: JobPeers,
+    standing: dict[str, Standing],
+    item: Standing,
+    why: str,
+    out: Outcome,
+    now: float,
 ) -> None:
     item.over = now
-    peers.past.append(group.standing.pop(item.peer))
+    peers.past.append(standing.pop(item.peer))
     over = records.AnomalyOver(
         node=item.nodes[0] if len(item.nodes) == 1 else "",
         nodes=item.nodes,

@@ -46,6 +46,9 @@ class PlannerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     because jobs report their own FLOP/s."""
 
 
+SYMPTOM_LOOKS = 5  # at the symptoms of a node, in the time between two rounds of its metrics
+
+
 class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The section [controller]; times are in seconds."""
 
@@ -194,6 +197,11 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     def addresses(self) -> list[str]:
         """The controllers' addresses: possibly none, several with a standby."""
         return split_addresses(self.address) if isinstance(self.address, str) else self.address
+
+    @property
+    def symptom_seconds(self) -> float:
+        """Between two looks at a node's symptoms."""
+        return self.metrics_seconds / SYMPTOM_LOOKS
 
     @property
     def lease(self) -> float:
