@@ -248,7 +248,7 @@ def _never_a_replica(job: JobView) -> str:
 def _change(view: View, job: JobView) -> Trigger | None:
     """Newcomers that can be taken in, and elements that the plan takes away."""
     state = job.state
-    departing = bool(state.leaving or state.noticed)
+    departing = bool(state.leaving or state.noticed or state.swap)
     if (not job.ready and not departing) or not job.has_store():
         return None
     if not departing and not _look_now(view, job, len(job.ready)):
@@ -256,7 +256,8 @@ def _change(view: View, job: JobView) -> Trigger | None:
     if job.room <= 0 and not departing and job.complete:
         return None  # all that wait are spares
     mode = mode_of(state)
-    joiners, gone = newcomers(view, job, mode.join_delay(view.config)), leavers(job)
+    joiners = newcomers(view, job, mode.join_delay(view.config))
+    gone = leavers(job, joiners)
     if not (joiners or gone) or len(job.unfinished) < len(state.members):
         return None
     words = " and ".join(
@@ -264,7 +265,8 @@ def _change(view: View, job: JobView) -> Trigger | None:
         for group, verb in ((joiners, "join"), (gone, "leave"))
         if group
     )
-    words = "; ".join([words, *(swap.text for swap in spares.swaps(view, job, joiners))])
+    swapped = [state.swap.reason] if state.swap is not None and spares.swapped(job, joiners) else []
+    words = "; ".join([words, *swapped, *(swap.text for swap in spares.swaps(view, job, joiners))])
     return mode.change(view, job, words, joiners, sorted(gone))
 
 

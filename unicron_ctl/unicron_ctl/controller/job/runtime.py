@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from unicron_ctl.controller.job.modes import LoggedNewcomers
 from unicron_ctl.controller.job.orders import StandingOrders
 from unicron_ctl.controller.job.spares import LoggedSpares
+from unicron_ctl.controller.job.swaps import SwapNotes
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_ledger import JobLedger, PlainSteps
 from unicron_ctl.controller.model.job_state import Failure, Identity, JobState, Phase
@@ -38,6 +39,7 @@ class JobRuntime:
     ledger: JobLedger | PlainSteps
     newcomers: LoggedNewcomers = field(default_factory=LoggedNewcomers)
     spares: LoggedSpares = field(default_factory=LoggedSpares)
+    swaps: SwapNotes = field(default_factory=SwapNotes)
     cuts: Cuts = field(default_factory=Cuts)
     standing_orders: StandingOrders | None = None
     """The last orders that are the same for all agents."""

@@ -10,7 +10,16 @@ from itertools import repeat
 
 import msgspec
 
-from unicron_ctl.controller.model.job_state import AgentRecord, Ending, Failure, Identity, JobState, Phase, SlotState
+from unicron_ctl.controller.model.job_state import (
+    AgentRecord,
+    Ending,
+    Failure,
+    Identity,
+    JobState,
+    Phase,
+    SlotState,
+    Swap,
+)
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
 from unicron_detector.failures import escalation_table
@@ -43,6 +52,8 @@ def on_agent_registered(job: JobState, event: Event, record: records.AgentRegist
     if old is None or old.agent != record.agent:
         job.parted.pop(record.element, None)  # it may be another node
         job.noticed.pop(record.element, None)
+        if job.swap is not None and job.swap.element == record.element:
+            job.swap = None
         for slot in record.slots:
             job.slots[slot] = SlotState()  # new processes: counting starts again
 
@@ -78,6 +89,8 @@ def on_agent_gone(job: JobState, event: Event, record: records.AgentGone) -> Non
     if agent and agent.agent == record.agent:
         agent.gone = record.reason
         job.noticed.pop(record.element, None)
+        if job.swap is not None and job.swap.element == record.element:
+            job.swap = None
         if record.reason != "finished":
             leave_with_block(job, record.element)
 
@@ -86,6 +99,13 @@ def on_agent_back(job: JobState, event: Event, record: records.AgentBack) -> Non
     agent = job.agents.get(record.element)
     if agent and agent.agent == record.agent:
         agent.gone = ""
+
+
+def on_swap(job: JobState, event: Event, record: records.NodeSwap) -> None:
+    if record.state == "planned":
+        job.swap = Swap(record.element, record.agent, tuple(record.along), record.reason)
+    elif record.state == "dropped":
+        job.swap = None
 
 
 def on_ranks_ready(job: JobState, event: Event, record: records.RanksReady) -> None:
@@ -338,6 +358,8 @@ def on_reform(job: JobState, event: Event, record: records.Reform) -> None:
     job.plan = job.offer = None
     job.members, job.joining, job.lost, job.condemned, job.worked = {}, {}, {}, {}, {}
     job.regroup, job.order = "", []
+    if job.mode.keeps_state:  # its node's memory may hold the newest state
+        job.swap = None
 
 
 def on_layout_wanted(job: JobState, event: Event, record: records.LayoutWanted) -> None:

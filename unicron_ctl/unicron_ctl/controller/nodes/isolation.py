@@ -41,7 +41,7 @@ def leave_node(
     view: View,
     job: JobState,
     agent: AgentView,
-    failure: int,
+    failure: int | None,
     slots: Collection[int],
     reason: str,
     suspect: bool,
@@ -51,7 +51,8 @@ def leave_node(
     that is one allocation goes on without the node.
 
     Return False if that cannot or must not be done; then the process should be restarted in place. failure: the one
-    that this remedies. suspect: the node may be at fault; otherwise the job moves only if another node is free.
+    that this remedies; None if the element trains no more. suspect: the node may be at fault; otherwise the job moves
+    only if another node is free.
     """
     here, mark = job.label(agent.element), job.avoid.get(agent.node)
     if view.slurm.seen is None or view.shown_node(job, agent.element) is None:
@@ -61,28 +62,12 @@ def leave_node(
         return False
     asked = mark is not None and mark.agent == agent.agent and view.now - mark.at < view.config.isolate_seconds
     if asked or (info.node and info.node != agent.node):
-        out.record(job, records.FailureAction(failure=failure, text=f"{here} leaves {agent.node} already"))
+        _tell(job, failure, f"{here} leaves {agent.node} already", out)
         return True
     allocated = job.settings.allocation
-    action = Action(
-        "requeue_hold",
-        job.job,
-        job.block_of(agent.element),
-        agent.node,
-        f"its job leaves {agent.node}: {reason}"[:400],
-        f"{HOLD_PREFIX} until there is another node than {agent.node}",
-    )
-    if allocated:
-        why = _why_needed(view, job, agent, suspect)
-    else:
-        why = (
-            permission.withheld(view, action, out)
-            or _must_stay(view, job, agent.node, suspect)
-            or bounds.Bounds(view).refuse(action)
-        )
-    if why:
+    if why := why_kept(view, job, agent, reason, suspect, out):
         stays = f"{agent.node} of job {job.job} is not left" if allocated else f"{here} stays on {agent.node}"
-        out.record(job, records.FailureAction(failure=failure, text=f"{stays}: {why}"))
+        _tell(job, failure, f"{stays}: {why}", out)
         words = f"job {job.job} stays on {agent.node} although {reason}: {why}"
         out.record(job, records.IsolationWithheld(node=agent.node, slots=list(slots), reason=words))
         return False
@@ -91,14 +76,45 @@ def leave_node(
         f"; the node is a suspect, `{readmission.pair_test_command(agent.node)}` tests it" if suspect else ""
     )
     text = f"the job goes on without {agent.node}" if allocated else text
-    out.record(job, records.FailureAction(failure=failure, text=text))
+    _tell(job, failure, text, out)
     avoided = records.NodeAvoided(
         element=agent.element, node=agent.node, agent=agent.agent, suspect=suspect, reason=words
     )
     out.record(job, avoided)
     if not allocated:
-        out.requests.append(Run((action,), urgent=True))
+        out.requests.append(Run((_requeue(job, agent, reason),), urgent=True))
     return True
+
+
+def _tell(job: JobState, failure: int | None, text: str, out: Outcome) -> None:
+    if failure is not None:
+        out.record(job, records.FailureAction(failure=failure, text=text))
+
+
+def _requeue(job: JobState, agent: AgentView, reason: str) -> Action:
+    return Action(
+        "requeue_hold",
+        job.job,
+        job.block_of(agent.element),
+        agent.node,
+        f"its job leaves {agent.node}: {reason}"[:400],
+        f"{HOLD_PREFIX} until there is another node than {agent.node}",
+    )
+
+
+def why_kept(view: View, job: JobState, agent: AgentView, reason: str, suspect: bool, out: Outcome) -> str:
+    """Return why the job cannot or must not leave the agent's node; empty if it may. What a partition does not allow is
+    recorded as observed."""
+    if job.settings.allocation:
+        return _why_needed(view, job, agent, suspect)
+    if not view.slurm.used:  # nothing is requeued
+        return _must_stay(view, job, agent.node, suspect)
+    action = _requeue(job, agent, reason)
+    return (
+        permission.withheld(view, action, out)
+        or _must_stay(view, job, agent.node, suspect)
+        or bounds.Bounds(view).refuse(action)
+    )
 
 
 def _why_needed(view: View, job: JobState, agent: AgentView, suspect: bool) -> str:
@@ -106,7 +122,7 @@ def _why_needed(view: View, job: JobState, agent: AgentView, suspect: bool) -> s
     may."""
     spare = any(other != agent.element and other not in job.inside for other in view.live.jobs[job.job].ready)
     why = _must_stay(view, job, agent.node, suspect or spare)
-    if not why and not spare and len(job.inside) <= max(1, job.settings.min_nodes):
+    if not why and not spare and agent.element in job.inside and len(job.inside) <= max(1, job.settings.min_nodes):
         why = f"the job has {plural(len(job.inside), 'node')}, and needs {job.settings.min_nodes}"
     return why
 

@@ -202,6 +202,8 @@ class JobTimes:
     degraded: Slow | None = None
     straggler: Slow | None = None
     """A rank that is always slower than its peers, however fast the job is."""
+    straggler_cost: float = 0.0
+    """Seconds that it has cost the job since it was named."""
 
     @classmethod
     def fresh(cls, config: ControllerConfig) -> JobTimes:

@@ -156,6 +156,9 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """Elements of all jobs that are requeued within a minute."""
     max_holds_per_minute: Annotated[int, Range(0, 1_000_000)] = 1000
     """Elements of all jobs that are held within a minute because the plan has no node for them."""
+    swap_slow_nodes: Literal["session", "always", "off"] = "session"
+    """When a slow node gives its place to a ready spare: in session mode, where nothing stops for it; "always" also in
+    restart mode, where all processes start again."""
     act_on_node_events: bool = True
     """A job leaves a node because of its kernel log alone; if false, the event is only recorded."""
     allow_inject: bool = False

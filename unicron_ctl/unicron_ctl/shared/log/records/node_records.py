@@ -90,6 +90,16 @@ class NodeAvoided(Record, frozen=True, tag="avoided"):
     suspect: bool = False  # the node may be at fault, which a pair test should prove or rule out
 
 
+class NodeSwap(Record, frozen=True, tag="node_swap"):
+    """A suspect node gives its place in the job to a ready spare; the reason says what is held against it."""
+
+    element: int
+    node: str
+    state: str  # planned: at the next boundary | withheld: it keeps its place | dropped: it keeps it after all
+    agent: str = ""
+    along: list[int] = []  # elements that leave with it, because they make a replica or a block with it
+
+
 class TakeWithheld(Record, frozen=True, tag="take_withheld"):
     """A limit keeps the controller from this action in Slurm."""
 
