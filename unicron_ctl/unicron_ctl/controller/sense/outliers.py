@@ -1,9 +1,11 @@
 """Nodes and ranks that differ from their peers in several metrics at once (docs/design/paper.md, section 7).
 
 Agents send :class:`wire.Metrics` every few seconds. They are compared round by round, in groups of at most
-:data:`GROUP` nodes, one group a tick. A peer that stands out for some rounds in a row is an *anomaly*: an event, a mark
-in `unicronctl status` and `nodes`, and evidence in the reason of a failure on that node or rank. Nothing else is done:
-that a node differs does not show that it harms the job. What harms the job shows in its iterations.
+:data:`GROUP` nodes, one group a tick; symptoms (:mod:`unicron_ctl.controller.sense.symptoms`) sooner. A peer that
+stands out for some rounds in a row is an *anomaly*: an event, a mark in `unicronctl status` and `nodes`, and evidence
+in the reason of a failure on that node or rank. That a node differs does not show that it harms the job, so alone it
+moves nothing. The node is tested once it is idle (:mod:`unicron_ctl.controller.nodes.pair_tests`); if the job has
+become slow with it, the node gives its place to a spare (:mod:`unicron_ctl.controller.job.swaps`).
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ FRESH_PERIODS = 2.5  # age up to which a sample takes part
 EVIDENCE_SECONDS = 600.0  # for which a past anomaly still counts as evidence for a failure
 GROUP = 64  # nodes that are compared with each other
 ONLY_REPORTED = "only reported, for a difference alone harms nobody"
+TESTED = "it moves nothing unless the job is slow, too; the node is tested once it is idle"
 
 
 @dataclass
@@ -150,7 +153,7 @@ def check_peers(view: View, known: JobView, times: JobTimes, peers: JobPeers) ->
     if not period or job.plan is None or job.phase not in (Phase.RUNNING, Phase.OFFERING):
         return out
     if peers.symptoms.news and (peers.symptoms.ill or peers.ill):
-        _check_symptoms(job, peers, view.config.symptom_seconds, out, now)
+        _check_symptoms(view, job, peers, out)
     if peers.next_group == 0:
         if now - peers.judged_at < period:
             return out
@@ -168,14 +171,15 @@ def check_peers(view: View, known: JobView, times: JobTimes, peers: JobPeers) ->
         for element in elements
         if (sample := peers.samples.get(element)) and now - sample.at <= FRESH_PERIODS * period
     }
-    _compare(job, peers.groups[index], elements, fresh, times.phases.comparable(), out, now)
+    _compare(view, job, peers.groups[index], elements, fresh, times.phases.comparable(), out)
     _end_anomalies(job, peers, peers.groups[index], out, now)
     return out
 
 
-def _check_symptoms(job: JobState, peers: JobPeers, period: float, out: Outcome, now: float) -> None:
+def _check_symptoms(view: View, job: JobState, peers: JobPeers, out: Outcome) -> None:
     """Compare the nodes' symptoms, all at once: they show only while somebody has one."""
-    found, fresh, rows = peers.symptoms.judge(job.elements(job.members), period, now)
+    now = view.now
+    found, fresh, rows = peers.symptoms.judge(job.elements(job.members), view.config.symptom_seconds, now)
     seen = {anomaly.peer for anomaly in found}
     for peer, item in list(peers.ill.items()):
         if peer in fresh:
@@ -185,7 +189,7 @@ def _check_symptoms(job: JobState, peers: JobPeers, period: float, out: Outcome,
         if anomaly.peer not in peers.ill:
             standing = Standing(anomaly.peer, [anomaly.peer], None, anomaly.metric, anomaly.reason, now)
             peers.ill[anomaly.peer] = standing
-            out.record(job, _record(standing, anomaly, rows[anomaly.peer]))
+            out.record(job, _record(view, standing, anomaly, rows[anomaly.peer]))
 
 
 def _regroup(job: JobState, peers: JobPeers, out: Outcome, now: float) -> None:
@@ -206,13 +210,13 @@ def _regroup(job: JobState, peers: JobPeers, out: Outcome, now: float) -> None:
 
 
 def _compare(
+    view: View,
     job: JobState,
     group: Neighbours,
     elements: Iterable[int],
     fresh: Mapping[int, Sample],
     phases: Mapping[int, Mapping[str, float]],
     out: Outcome,
-    now: float,
 ) -> None:
     machines, names = node_rows(fresh)
     count = max(1, job.settings.ranks_per_node)
@@ -229,9 +233,9 @@ def _compare(
         item.quiet = 0 if peer in seen else item.quiet + 1
     for anomaly, rank, nodes, values in found:
         if anomaly.peer not in group.standing:
-            standing = Standing(anomaly.peer, nodes, rank, anomaly.metric, anomaly.reason, now)
+            standing = Standing(anomaly.peer, nodes, rank, anomaly.metric, anomaly.reason, view.now)
             group.standing[anomaly.peer] = standing
-            out.record(job, _record(standing, anomaly, values))
+            out.record(job, _record(view, standing, anomaly, values))
 
 
 def node_rows(samples: Mapping[int, Sample]) -> tuple[dict[str, dict[str, float]], dict[str, list[str]]]:
@@ -268,7 +272,8 @@ def rank_rows(
     return rows
 
 
-def _record(standing: Standing, anomaly: Anomaly, values: Mapping[str, float]) -> records.Anomaly:
+def _record(view: View, standing: Standing, anomaly: Anomaly, values: Mapping[str, float]) -> records.Anomaly:
+    then = TESTED if view.slurm.used and view.config.pair_tests else ONLY_REPORTED
     return records.Anomaly(
         node=standing.nodes[0] if len(standing.nodes) == 1 else "",
         nodes=standing.nodes,
@@ -277,7 +282,7 @@ def _record(standing: Standing, anomaly: Anomaly, values: Mapping[str, float]) -
         metrics={name: values[name] for name in anomaly.scores if name in values},
         scores={name: round(score, 1) for name, score in anomaly.scores.items()},
         distance=round(anomaly.distance, 1),
-        reason=f"{anomaly.reason}; {ONLY_REPORTED}",
+        reason=f"{anomaly.reason}; {then}",
     )
 
 

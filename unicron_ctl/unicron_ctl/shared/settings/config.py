@@ -156,6 +156,9 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """Elements of all jobs that are requeued within a minute."""
     max_holds_per_minute: Annotated[int, Range(0, 1_000_000)] = 1000
     """Elements of all jobs that are held within a minute because the plan has no node for them."""
+    pair_tests: bool = True
+    """A suspect node, and one that stood out among its peers, is tested in pairs with other nodes while they are idle,
+    where the partition's mode is "act". The tests are jobs of unicrond's own user."""
     swap_slow_nodes: Literal["session", "always", "off"] = "session"
     """When a slow node gives its place to a ready spare: in session mode, where nothing stops for it; "always" also in
     restart mode, where all processes start again."""
