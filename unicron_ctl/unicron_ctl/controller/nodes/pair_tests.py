@@ -19,6 +19,7 @@ from unicron_ctl.shared.log import records
 from unicron_ctl.shared.settings.partitions import ACT
 from unicron_ctl.shared.slurm.pairs import Findings
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
+from unicron_ctl.shared.slurm.states import OCCUPIES
 from unicron_detector.health.pair_test import learned_limit
 
 IDLE_SECONDS = 60.0  # a node that a job wants is given to it within that time
@@ -55,7 +56,8 @@ class PairTests:
 def next_test(view: View, known: PairTests, listing: Listing) -> Outcome:
     """Request the test that is most worth it, if one is."""
     out = Outcome()
-    free = {node.name: node for node in listing.nodes if _is_free(view, node)}
+    busy = {name for name, there in listing.by_node.items() if any(e.state in OCCUPIES for e in there)}
+    free = {node.name: node for node in listing.nodes if node.name not in busy and _is_free(view, node)}
     known.idle_since = {name: known.idle_since.get(name, view.now) for name in free}
     if known.running is not None or not view.config.pair_tests or view.suspicions.doubt:
         return out

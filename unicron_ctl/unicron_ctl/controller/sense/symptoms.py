@@ -7,7 +7,7 @@ times in a row, and its peers do not, is an anomaly like any other (:mod:`unicro
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from unicron_ctl.shared.protocol import wire
@@ -19,6 +19,7 @@ from unicron_detector.iterations.peer_metrics import Anomaly, PeerWatch
 ROUNDS = 3  # in a row
 EARLY = 0.8  # of a period: two reports that are closer count once
 LOSS_PERIODS = 3.5  # for which lost packets are added up
+LAST_LOSS_PERIODS = 1.5  # since which some must have been lost
 
 
 @dataclass
@@ -62,7 +63,9 @@ class Symptoms:
         self.news = True
         (self.ill.add if notable(values, losses) else self.ill.discard)(message.element)
 
-    def judge(self, members: Iterable[int], period: float, now: float) -> tuple[list[Anomaly], set[str], dict[str, dict[str, float]]]:
+    def judge(
+        self, members: Iterable[int], period: float, now: float
+    ) -> tuple[list[Anomaly], set[str], dict[str, dict[str, float]]]:
         """Return (nodes that stand out, those with news, the values that were compared)."""
         self.news = False
         there = {element: self.told[element] for element in members if element in self.told}
@@ -74,20 +77,34 @@ class Symptoms:
             row = {name: value for name, value in told.values.items() if not new or name in told.measured}
             rows[told.node] = {"packet_loss": 0.0, "link_loss": 0.0, **row}
             evidence[told.node] = told.at
-        last_loss = max((at for told in there.values() for at, losses in told.losses if losses), default=0.0)
         for node, share in found.nodes.items():
-            rows[node]["packet_loss"], evidence[node] = share, max(evidence[node], last_loss)
+            rows[node]["packet_loss"] = share
         for link, share in found.links.items():
             for node in rows.keys() & set(link):
-                rows[node]["link_loss"], evidence[node] = share, max(evidence[node], last_loss)
+                rows[node]["link_loss"] = share
+        for node, at in self._last_loss(there.values()).items():
+            if node not in rows:
+                continue
+            if now - at > LAST_LOSS_PERIODS * period:
+                rows[node] |= {"packet_loss": 0.0, "link_loss": 0.0}
+            elif rows[node]["packet_loss"] or rows[node]["link_loss"]:
+                evidence[node] = at  # one burst is one round, whoever has seen it
         fresh = {node for node, at in evidence.items() if at - self.counted.get(node, 0.0) >= EARLY * period}
         self.counted |= {node: evidence[node] for node in fresh}
         return self.watch.judge(rows, fresh), fresh, rows
 
-    def _blame(self, told: Iterable[Told], period: float, now: float) -> Blame:
+    def _last_loss(self, told: Collection[Told]) -> dict[str, float]:
+        """Return node -> when packets from it or to it were last told lost."""
+        names, found = _names(told), dict[str, float]()
+        for one in told:
+            for at, losses in one.losses:
+                for end in (one.node, *(names.get(peer, peer) for peer in losses)) if losses else ():
+                    found[end] = max(found.get(end, 0.0), at)
+        return found
+
+    def _blame(self, told: Collection[Told], period: float, now: float) -> Blame:
         """Return who loses packets."""
-        told = list(told)
-        names = {address: one.node for one in told for address in one.addresses}
+        names = _names(told)
         sums: dict[tuple[str, str], tuple[float, float]] = {}
         for one in told:
             for at, losses in one.losses:
@@ -98,3 +115,8 @@ class Symptoms:
                     sent, lost = sums.get(link, (0.0, 0.0))
                     sums[link] = sent + loss.sent * period, lost + loss.lost * period
         return blame(sums, {one.node for one in told}) if sums else Blame()
+
+
+def _names(told: Iterable[Told]) -> dict[str, str]:
+    """Return address -> node."""
+    return {address: one.node for one in told for address in one.addresses}
