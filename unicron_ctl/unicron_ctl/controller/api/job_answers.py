@@ -239,7 +239,12 @@ def _planned_with(core: Core, state: JobState) -> list[JobState]:
 
 def _slow(core: Core, state: JobState) -> schema.Slow | None:
     runtime = core.runtimes.get(state.job)
-    return plain(runtime.sensors.times.slow, schema.Slow) if runtime and runtime.sensors.times.slow else None
+    if runtime is None or (slow := runtime.sensors.times.slow) is None:
+        return None
+    found = plain(slow, schema.Slow)
+    if state.swap is None and slow.slot is not None and runtime.swaps.element == state.element(slow.slot):
+        found.swap = runtime.swaps.why
+    return found
 
 
 def anomalies(core: Core, job: str) -> list[schema.Anomaly]:

@@ -36,6 +36,8 @@ class Suspect:
     """The evidence, in words."""
     lost: float
     """Seconds of the job that the node has cost so far."""
+    unclear: str = ""
+    """Why another node may be to blame as well; empty if none is."""
 
 
 @dataclass
@@ -68,7 +70,7 @@ def find_suspect(job: JobState, times: JobTimes) -> Suspect | None:
     slow = times.straggler
     if slow is None or slow.slot is None or slow.slot not in job.members:
         return None
-    return Suspect(job.element(slow.slot), slow.reason, times.straggler_cost)
+    return Suspect(job.element(slow.slot), slow.reason, times.straggler_cost, times.unclear)
 
 
 def find_odd(job: JobState, times: JobTimes, odd: Sequence[Standing], now: float) -> Suspect | None:
@@ -117,6 +119,8 @@ def _why_not(view: View, job: JobView, suspect: Suspect, along: Iterable[int]) -
         return "swap_slow_nodes is off"
     if not state.mode.joins and view.config.swap_slow_nodes != "always":
         return 'it is a plain program, which would start again from its checkpoint: swap_slow_nodes = "always" allows it'
+    if suspect.unclear:
+        return suspect.unclear
     if not state.settings.spares:
         return "the job has no spares (--unicron-spares)"
     if state.mode.joins and not _state_stays(job, {suspect.element, *along}):

@@ -252,6 +252,8 @@ def _slow(job: Job) -> str:
         factor = f" {slow.slowdown:.1f}x" if slow.slowdown else ""
         who = f"slot {slow.slot}{factor} in {slow.phase}"
         found.append(f"slow: {who if slow.slot is not None else slow.phase or 'all ranks'}")
+        if slow.swap:
+            found.append(f"{slow.node} keeps its place: {slow.swap}")
     if job.anomalies:
         found.append("odd: " + ", ".join(f"{item.peer} {item.metric}" for item in job.anomalies[:3]))
     return ", ".join(found)

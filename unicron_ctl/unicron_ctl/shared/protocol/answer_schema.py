@@ -75,6 +75,8 @@ class Slow(msgspec.Struct, kw_only=True):
     slowdown: float | None
     reason: str
     reported: bool
+    swap: str = ""
+    """Why its node keeps its place in the job; empty if it leaves, or nobody has asked."""
 
 
 class Anomaly(msgspec.Struct, kw_only=True):

@@ -7,9 +7,11 @@ import pytest
 from tests.support.plain_agent import PlainAgent
 from tests.support.scenarios import asked, boundary, power_off, recorded, trained
 from tests.support.world import FakeAgent, World
+from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.job import spares
-from unicron_ctl.controller.sense.outliers import Standing
+from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.sense.timing import Slow
+from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.log import records
 
 
@@ -131,45 +133,22 @@ def test_a_plain_program_starts_again_for_it_only_where_the_admin_allows_that(al
     assert "break" in world.kinds() and asked(world.slurm, "requeue_hold") == ["n2"]
 
 
-def odd(world: World, node: str, metric: str = "packet_loss", since: float | None = None) -> None:
-    """The node stands out among its peers."""
-    since = world.now if since is None else since
-    peers = world.core.runtimes["1"].sensors.peers
-    peers.ill[node] = Standing(node, [node], None, metric, f"{node}: {metric} is 0.2", since)
-
-
-def degraded(world: World, slot: int | None = None) -> None:
-    """The job is slow, at twice the usual time; a slot may be to blame."""
-    times = world.core.runtimes["1"].sensors.times
-    node = world.job().node(slot) if slot is not None else ""
-    times.degraded = Slow(world.now - 60.0, 9, slot, node, "", None, "the last 16 iterations took 2.00x the usual")
-    times.monitor._window.extend([2.0] * 64)
-    times.monitor._baseline = 1.0
-
-
-def test_a_node_that_stands_out_leaves_when_its_job_is_slow_with_it(snapshot):
+def test_the_status_says_why_it_keeps_its_place(snapshot):
     world, agents = started()
-    odd(world, "n2", since=world.now - 60.0)
-    world.run(5.0)
-    assert told(world) == [], "that it differs harms nobody"
-    degraded(world)
-    world.run(0.5)
-    assert told(world) == snapshot
-    boundary(world, 1.0)
-    assert sorted(world.job().members) == [0, 2, 3] and asked(world.slurm, "requeue_hold") == ["n2"]
+    lose_the_spare(world, agents)
+    slow(world, 1)
+    world.run(1.0)
+    (job,) = answers.answer(world.core, None, "status", {}, EVERYBODY).jobs
+    assert job.degraded.swap == "no spare is ready"
+    assert [note for note in status_tables.job_notes(job) if "slow" in note] == snapshot
+    explained = answers.answer(world.core, None, "explain", {"job": "1"}, EVERYBODY)
+    assert "node_swap" in [decision.kind for decision in explained.decisions]
 
 
-UNEXPLAINED = {
-    "another rank is slow": lambda world: (odd(world, "n2"), degraded(world, 0)),
-    "two stand out": lambda world: (odd(world, "n2"), odd(world, "n3"), degraded(world)),
-    "either end of a link": lambda world: (odd(world, "n2", "link_loss"), degraded(world)),
-    "it stood out for hours": lambda world: (odd(world, "n2", since=world.now - 7200.0), degraded(world)),
-}
-
-
-@pytest.mark.parametrize("case", UNEXPLAINED)
-def test_a_node_that_does_not_explain_the_slowness_keeps_its_place(case):
-    world, agents = started()
-    UNEXPLAINED[case](world)
-    world.run(2.0)
-    assert told(world) == []
+def test_what_nothing_tells_apart_stays_together():
+    """A pipeline over two nodes goes at the pace of its slowest stage."""
+    world, agents = started(nodes=6, wanted=2, free=1, ranks=1, replica=2)
+    slow(world, 0)
+    world.core.runtimes["1"].sensors.times.unclear = "its replica is on n1, n2"
+    world.run(1.0)
+    assert world.job().swap is None and "its replica is on" in told(world)[-1][1]
