@@ -96,7 +96,7 @@ def _wait(site: LinksCluster, name: str, blamed: set[str], began: float) -> Foun
         for at, node, text in _named(site, began):
             if node in blamed and seconds is None:
                 seconds, says = at - began, f"{at - began:.1f} s, {text}"
-        time.sleep(0.2)
+        time.sleep(1.0)
     time.sleep(2.0)  # another node may be named with it
     others = sorted({node for _, node, _ in _named(site, began)} - blamed)
     return Found(name, "+".join(sorted(blamed)), seconds, says, others)
@@ -159,9 +159,7 @@ FAULTS: dict[str, Callable[[LinksCluster, str], contextlib.AbstractContextManage
 
 
 @contextlib.contextmanager
-def _limited(
-    site: LinksCluster, node: str, controller: str, v1: dict[str, str], v2: dict[str, str]
-) -> Iterator[None]:
+def _limited(site: LinksCluster, node: str, controller: str, v1: dict[str, str], v2: dict[str, str]) -> Iterator[None]:
     """Put the node's processes into a control group with limits."""
     old = (GROUPS / controller).is_dir()
     parent = GROUPS / controller if old else GROUPS

@@ -1,7 +1,7 @@
 """Packets that the node's TCP connections lost, by peer, from the kernel's socket statistics (sock_diag(7)).
 
 Any user may ask for them. They are of the caller's network namespace. RDMA is not in them. Standard library only; the
-layout is in docs/behaviour/node-counters.toml.
+layout is in docs/behaviour/node-counters.md.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, INET_DIAG_INFO = 4, 20, 2  # linux/netlink.h, linux/sock_diag.h, linux/inet_diag.h
+# linux/netlink.h, linux/sock_diag.h, linux/inet_diag.h
+NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, INET_DIAG_INFO = 4, 20, 2
 _NLM_F_REQUEST, _NLM_F_DUMP, _NLMSG_ERROR, _NLMSG_DONE = 1, 0x300, 2, 3
-_CONNECTED = 0b1111110  # states of a connection that may still send: 1 (ESTABLISHED) to 6 (TIME_WAIT is left out by the kernel)
+_STATES = 0b111110  # states of a connection that may still send: 1 (ESTABLISHED) to 5 (FIN_WAIT2)
 _HEADER = struct.Struct("=IHHII")  # struct nlmsghdr
 _REQUEST = struct.Struct("=BBBxI48x")  # struct inet_diag_req_v2
 _MESSAGE = struct.Struct("=4xHH16s16sIII20x")  # struct inet_diag_msg, with its ports as they are
@@ -53,7 +54,7 @@ def read_connections() -> Iterator[Connection]:
     for family in (socket.AF_INET, socket.AF_INET6):
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, NETLINK_SOCK_DIAG) as kernel:
             kernel.settimeout(WAIT_SECONDS)
-            body = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (INET_DIAG_INFO - 1), _CONNECTED)
+            body = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (INET_DIAG_INFO - 1), _STATES)
             size = _HEADER.size + len(body)
             flags = _NLM_F_REQUEST | _NLM_F_DUMP
             kernel.sendall(_HEADER.pack(size, SOCK_DIAG_BY_FAMILY, flags, 1, 0) + body)

@@ -58,7 +58,9 @@ def suspects(results: Mapping[Group, Outcome], slower: float = 1.5, known: float
     return sorted(doubtful - cleared)
 
 
-def second_round(results: Mapping[Group, Outcome], slower: float = 1.5, known: float | None = None) -> list[list[Group]]:
+def second_round(
+    results: Mapping[Group, Outcome], slower: float = 1.5, known: float | None = None
+) -> list[list[Group]]:
     """Return waves of pairs (suspect, partner) for round 2; the pairs of one wave share no node and may run at once.
 
     Partners are nodes that passed round 1. Without any, suspects of different failed groups are
@@ -93,7 +95,12 @@ def _across(results: Mapping[Group, Outcome], questionable: Sequence[str]) -> li
     return [wave] if wave else []
 
 
-def judge(first: Mapping[Group, Outcome], second: Mapping[Group, Outcome], slower: float = 1.5, known: float | None = None) -> Judgement:
+def judge(
+    first: Mapping[Group, Outcome],
+    second: Mapping[Group, Outcome],
+    slower: float = 1.5,
+    known: float | None = None,
+) -> Judgement:
     """Judge both rounds. Only a suspect that failed beside a node proven good is bad."""
     limit = _limit(first, slower, known)
     questionable = suspects(first, slower, known)

@@ -1,5 +1,5 @@
-"""``python -m unicron_detector.health.sampler``: the node's metrics and symptoms, a line of JSON every few seconds, from
-a process of its own.
+"""``python -m unicron_detector.health.sampler``: the node's metrics and symptoms, a line of JSON every few
+seconds, from a process of its own.
 
 A thread that waits for a hung file system or GPU driver keeps its whole process from ending, so the agent uses a child,
 which it can leave behind. In the child each reader that may hang has its own thread: the other metrics go on, and the
@@ -21,7 +21,6 @@ from pathlib import Path
 
 from unicron_detector.health.symptoms import SymptomReader
 from unicron_detector.iterations import peer_metrics
-
 
 PROBE_LOOKS = 2  # lines between two looks at a local disk's latency
 

@@ -3,7 +3,7 @@ not answer, processor time that is withheld.
 
 They are read every second or two, since each read is cheap, and are told at once (:func:`notable`). Load, memory and
 traffic depend on the work, and are compared more slowly (:mod:`unicron_detector.iterations.peer_metrics`). What the
-kernel's files say is in docs/behaviour/node-counters.toml.
+kernel's files say is in docs/behaviour/node-counters.md.
 """
 
 from __future__ import annotations
@@ -19,25 +19,23 @@ from unicron_detector.iterations.peer_metrics import MINIMA
 
 # Symptom -> the value up to which it is none. The comparison with the peers decides above it.
 LEAST = {name: MINIMA[name] for name in ("file_latency", "cpu_throttled", "packet_loss", "link_loss")}
-STALLED = 0.10  # share of the time in which somebody waited for a disk; then its latency is measured
+WAIT_SHARE = 0.10  # share of the time in which somebody waited for a disk; then its latency is measured
 BUSY_BYTES = 16e6  # written a second by the whole machine: a healthy disk is slow to sync then
-LOST = 0.5  # lost segments a second, of all connections, that are worth telling
+LEAST_LOST = 0.5  # lost segments a second, of all connections, that are worth telling
 
 
 def notable(values: Mapping[str, float], losses: Mapping[str, PeerLoss]) -> bool:
     """Say whether the peers should be compared now."""
-    return sum(one.lost for one in losses.values()) >= LOST or any(
+    return sum(one.lost for one in losses.values()) >= LEAST_LOST or any(
         value > LEAST.get(name, 0.0) for name, value in values.items()
     )
 
 
 class SymptomReader:
-    """Reads the symptoms of this node, of this process's control groups and network namespace.
-
-    file_latency: measures it, and may take some time; None if that failed.
-    """
+    """Reads the symptoms of this node, of this process's control groups and network namespace."""
 
     def __init__(self, file_latency: Callable[[], float | None], proc: Path = Path("/proc")) -> None:
+        """file_latency: measures the latency, and may take some time; None if that failed."""
         self._file_latency, self._proc = file_latency, proc
         self._losses = Losses()
         self._counts: dict[str, float] = {}
@@ -60,7 +58,7 @@ class SymptomReader:
         found = {}
         if (periods := change.get("cpu_periods", 0.0)) > 0:
             found["cpu_throttled"] = max(0.0, min(1.0, change.get("cpu_throttled", 0.0) / periods))
-        stalled = change.get("io_stalled", 0.0) > STALLED * seconds or counts.get("io_blocked", 0.0) > 0
+        stalled = change.get("io_stalled", 0.0) > WAIT_SHARE * seconds or counts.get("io_blocked", 0.0) > 0
         if probe_files or self._slow or (change and stalled):
             latency = self._file_latency()
             if latency is not None and change.get("written", 0.0) <= BUSY_BYTES * seconds:

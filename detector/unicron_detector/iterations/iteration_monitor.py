@@ -142,7 +142,7 @@ class IterationMonitor:
 
     @property
     def usual(self) -> float:
-        """What the average was before the job became slow, if it is; seconds per iteration."""
+        """The average from before the job became slow, if it is; seconds per iteration."""
         return self._baseline if self._baseline is not None else self.average
 
     @property

@@ -28,27 +28,19 @@ class Blame:
 def blame(losses: Mapping[Link, tuple[float, float]], nodes: Collection[str]) -> Blame:
     """Say who loses packets. losses: (from, to) -> segments (sent, lost). nodes: those that may be named; other ends
     are hosts that nothing else is known of."""
-    sums: dict[Link, list[float]] = {}
-    for (sender, receiver), (sent, lost) in losses.items():
-        if sender != receiver:
-            both = sums.setdefault((min(sender, receiver), max(sender, receiver)), [0.0, 0.0])
-            both[0], both[1] = both[0] + sent, both[1] + lost
+    sums = _both_ways(losses)
     shares = {link: lost / max(sent, lost) for link, (sent, lost) in sums.items() if lost > 0}
-    lossy = {link for link, share in shares.items() if share >= LEAST_SHARE and sums[link][1] >= LEAST_LOST}
-    hints = {link for link, share in shares.items() if share >= LEAST_SHARE and sums[link][1] >= HINT_LOST}
+    bad = {link for link, share in shares.items() if share >= LEAST_SHARE and sums[link][1] >= HINT_LOST}
+    lossy = {link for link in bad if sums[link][1] >= LEAST_LOST}
     culprits: list[str] = []
-    while lossy:
-        worst = _most_explained(lossy, sums)
-        if worst is None:
-            break
+    while (worst := _most_explained(lossy, sums)) is not None:
         culprits.append(worst)
         lossy = {link for link in lossy if worst not in link}
-        hints = {link for link in hints if worst not in link}
+        bad = {link for link in bad if worst not in link}
     links = []
     for link in sorted(lossy):
-        more = Counter(end for each in hints if each != link for end in each if end in link)
-        if len(more) == 1:
-            culprits.append(next(iter(more)))
+        if (end := _worse_end(link, bad)) is not None:
+            culprits.append(end)
         else:
             links.append(link)
     if len(culprits) + len(links) > max(1, len(nodes) // MOST_NODES):
@@ -57,12 +49,29 @@ def blame(losses: Mapping[Link, tuple[float, float]], nodes: Collection[str]) ->
     return Blame(named, {link: shares[link] for link in links if set(link) & set(nodes)})
 
 
-def _most_explained(lossy: Collection[Link], sums: Mapping[Link, list[float]]) -> str | None:
+def _both_ways(losses: Mapping[Link, tuple[float, float]]) -> dict[Link, tuple[float, float]]:
+    """Return the sums of both directions of each link."""
+    sums: dict[Link, tuple[float, float]] = {}
+    for (sender, receiver), (sent, lost) in losses.items():
+        if sender != receiver:
+            link = min(sender, receiver), max(sender, receiver)
+            before = sums.get(link, (0.0, 0.0))
+            sums[link] = before[0] + sent, before[1] + lost
+    return sums
+
+
+def _worse_end(link: Link, bad: Collection[Link]) -> str | None:
+    """Return the end of a lossy link that loses some packets to others, too; None if both do, or neither."""
+    more = {end for other in bad if other != link for end in other if end in link}
+    return more.pop() if len(more) == 1 else None
+
+
+def _most_explained(lossy: Collection[Link], sums: Mapping[Link, tuple[float, float]]) -> str | None:
     """Return the end of most lossy links, of equals the one that lost most; None if no two links have a common end."""
     count = Counter(end for link in lossy for end in link)
-    lost: Counter[str] = Counter()
-    for link in lossy:
-        for end in link:
-            lost[end] += sums[link][1]  # type: ignore[assignment]
-    best = max(count, key=lambda end: (count[end], lost[end], end))
+
+    def order(end: str) -> tuple[int, float, str]:
+        return count[end], sum(sums[link][1] for link in lossy if end in link), end
+
+    best = max(count, key=order, default="")
     return best if count[best] > 1 else None

@@ -11,13 +11,12 @@ import msgspec
 
 from unicron_ctl.shared.commands.options import Number, controller_option, print_json
 from unicron_ctl.shared.protocol.client import ask_controller
-from unicron_ctl.shared.slurm import CommandLineClient, drains
+from unicron_ctl.shared.slurm import CommandLineClient, drains, pairs
+from unicron_ctl.shared.slurm.pairs import Findings, PairTest
 from unicron_ctl.shared.slurm.steps import search_path
 from unicron_ctl.shared.system.columns import Listing, show
 from unicron_ctl.shared.system.errors import PROBLEM_FOUND, UserError
 from unicron_ctl.shared.system.printable import print_text
-from unicron_ctl.shared.slurm import pairs
-from unicron_ctl.shared.slurm.pairs import Findings, PairTest
 from unicron_detector.health.pair_probe import BACKENDS
 
 REPORT_SECONDS = 2.0  # for the controller's answer to a verdict

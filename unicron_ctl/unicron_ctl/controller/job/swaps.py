@@ -22,7 +22,6 @@ from unicron_ctl.controller.sense.timing import WINDOW, JobTimes
 from unicron_ctl.shared.log import records
 from unicron_detector.words import plural
 
-
 TOGETHER_SECONDS = 60.0  # at most, from one sign of a fault to the other
 UNSURE = frozenset({"link_loss"})  # metrics that do not say which node is at fault
 
@@ -118,7 +117,9 @@ def _why_not(view: View, job: JobView, suspect: Suspect, along: Iterable[int]) -
     if view.config.swap_slow_nodes == "off":
         return "swap_slow_nodes is off"
     if not state.mode.joins and view.config.swap_slow_nodes != "always":
-        return 'it is a plain program, which would start again from its checkpoint: swap_slow_nodes = "always" allows it'
+        return (
+            'it is a plain program, which would start again from its checkpoint: swap_slow_nodes = "always" allows it'
+        )
     if suspect.unclear:
         return suspect.unclear
     if not state.settings.spares:

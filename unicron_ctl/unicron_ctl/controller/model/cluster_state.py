@@ -83,7 +83,7 @@ class PairResults:
 
     tested: int = 0
     confirmed: int = 0
-    """Those in which the node was bad or slow."""
+    """Tests in which the node was bad or slow."""
 
 
 @dataclass

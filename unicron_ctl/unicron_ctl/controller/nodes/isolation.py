@@ -283,8 +283,8 @@ def _drain(view: View, node: str, text: str, out: Outcome) -> None:
 
 
 def proven_bad(view: View) -> Outcome:
-    """Drain nodes that their health checks or a pair test have proven bad, unless they did so themselves. Record the latter, so that
-    they are given back once the checks pass."""
+    """Drain nodes that their health checks or a pair test have proven bad, unless they did so themselves. Record the
+    latter, so that they are given back once the checks pass."""
     out, seen = Outcome(), view.slurm.seen
     for name, known in sorted(view.state.nodes.items()) if seen else ():
         info = view.slurm.node(name)

@@ -61,29 +61,30 @@ def next_test(view: View, known: PairTests, listing: Listing) -> Outcome:
     known.idle_since = {name: known.idle_since.get(name, view.now) for name in free}
     if known.running is not None or not view.config.pair_tests or view.suspicions.doubt:
         return out
-    ready = [name for name in free if view.now - known.idle_since[name] >= IDLE_SECONDS]
-    wanted = [one for one in candidates(view) if one.node in ready and view.now >= known.not_before.get(one.node, 0.0)]
-    doubtful = {one.node for one in candidates(view)}
-    for one in wanted:
-        partners = _partners(free[one.node], [free[name] for name in ready if name not in doubtful])
-        if not partners:
+    ready = {name: node for name, node in free.items() if view.now - known.idle_since[name] >= IDLE_SECONDS}
+    found = candidates(view)
+    doubtful = {one.node for one in found}
+    others = [node for name, node in ready.items() if name not in doubtful]
+    for one in found:
+        node = ready.get(one.node)
+        if node is None or view.now < known.not_before.get(one.node, 0.0) or not (partners := _partners(node, others)):
             continue
-        worth, sums = _is_worth_it(view, one, len(partners) + 1, listing, free[one.node])
-        if not worth:
-            continue
-        known.running = one
-        partition = free[one.node].partitions[0] if free[one.node].partitions else ""
-        limits = {
-            kind: limit
-            for kind, seconds in view.state.pair_seconds.items()
-            if kind.startswith(f"{partition} ") and (limit := learned_limit(seconds)) is not None
-        }
-        reason = f"{one.node} is tested with {', '.join(partners)}: {one.why}; {sums}"
-        record = records.PairTest(one.node, "chosen", one.evidence, list(partners), reason=reason)
-        out.records.append((one.job, 0, record))
-        out.requests.append(TestPairs(one.node, partners, partition, limits))
-        break
+        worth, sums = _is_worth_it(view, one, len(partners) + 1, listing, node)
+        if worth:
+            known.running = one
+            reason = f"{one.node} is tested with {', '.join(partners)}: {one.why}; {sums}"
+            record = records.PairTest(one.node, "chosen", one.evidence, list(partners), reason=reason)
+            out.records.append((one.job, 0, record))
+            partition = node.partitions[0] if node.partitions else ""
+            out.requests.append(TestPairs(one.node, partners, partition, _limits(view, partition)))
+            break
     return out
+
+
+def _limits(view: View, partition: str) -> dict[str, float]:
+    """Return what is slow in the partition, by backend, where enough is known."""
+    limits = {kind: learned_limit(seconds) for kind, seconds in view.state.pair_seconds.items()}
+    return {kind: limit for kind, limit in limits.items() if limit is not None and kind.startswith(f"{partition} ")}
 
 
 def candidates(view: View) -> list[Candidate]:
@@ -130,23 +131,28 @@ def _is_worth_it(view: View, one: Candidate, nodes: int, listing: Listing, node:
 
 
 # ---------------------------------------------------------------- the result
-def on_findings(view: View, known: PairTests, gate: readmission.Gate, request: TestPairs, found: Findings | str) -> Outcome:
+def on_findings(
+    view: View, known: PairTests, gate: readmission.Gate, request: TestPairs, found: Findings | str
+) -> Outcome:
     """Take in what the test has found, or why it could not be made."""
     out, one = Outcome(), known.running
     known.running = None
     evidence, job = (one.evidence, one.job) if one is not None and one.node == request.node else (ODD, "")
-    state, why = (("not_run", found) if isinstance(found, str) else _verdict(found, request.node))
+    state, why = ("not_run", found) if isinstance(found, str) else _verdict(found, request.node)
     seconds, kind = ([], "") if isinstance(found, str) else _figures(found, request)
     if state in ("not_run", "unclear"):
         known.not_before[request.node] = view.now + AGAIN_SECONDS
     words = {"good": "passed", "slow": "is slow", "bad": "is bad", "unclear": "is not cleared", "not_run": "not tested"}
-    reason = f"{request.node}: {words[state]}: {why}; " + {
-        "good": "it is no suspect any more, and its jobs may use it again",
-        "slow": "the job that left it does not come back to it",
-        "bad": "it is drained, within the bounds",
-        "unclear": "it stays as it is",
-        "not_run": f"`{readmission.pair_test_command(request.node)}` tests it",
-    }[state]
+    reason = (
+        f"{request.node}: {words[state]}: {why}; "
+        + {
+            "good": "it is no suspect any more, and its jobs may use it again",
+            "slow": "the job that left it does not come back to it",
+            "bad": "it is drained, within the bounds",
+            "unclear": "it stays as it is",
+            "not_run": f"`{readmission.pair_test_command(request.node)}` tests it",
+        }[state]
+    )
     record = records.PairTest(
         request.node, state, evidence, list(request.partners), alike=kind, seconds=seconds, reason=reason
     )

@@ -43,7 +43,7 @@ FRESH_PERIODS = 2.5  # age up to which a sample takes part
 EVIDENCE_SECONDS = 600.0  # for which a past anomaly still counts as evidence for a failure
 GROUP = 64  # nodes that are compared with each other
 ONLY_REPORTED = "only reported, for a difference alone harms nobody"
-TESTED = "it moves nothing unless the job is slow, too; the node is tested once it is idle"
+TEST_FOLLOWS = "it moves nothing unless the job is slow, too; the node is tested once it is idle"
 
 
 @dataclass
@@ -118,7 +118,7 @@ class JobPeers:
     samples: dict[int, Sample] = field(default_factory=dict)
     symptoms: Symptoms = field(default_factory=Symptoms)
     ill: dict[str, Standing] = field(default_factory=dict)
-    """Those of the symptoms."""
+    """Nodes that stand out by a symptom."""
     groups: list[Neighbours] = field(default_factory=list)
     past: deque[Standing] = field(default_factory=lambda: deque(maxlen=50))
     generation: int = -1
@@ -140,7 +140,8 @@ class JobPeers:
         if not message.whole:
             return
         ranks = {slot: _sound(values) for slot, values in message.ranks.items() if slot in agent.slots}
-        self.samples[message.element] = Sample(now, agent.node, message.host[:100], {k: v for k, v in node.items() if k not in LEAST}, ranks)
+        compared = {name: value for name, value in node.items() if name not in LEAST}
+        self.samples[message.element] = Sample(now, agent.node, message.host[:100], compared, ranks)
 
 
 def _sound(values: Mapping[str, float]) -> dict[str, float]:
@@ -273,7 +274,7 @@ def rank_rows(
 
 
 def _record(view: View, standing: Standing, anomaly: Anomaly, values: Mapping[str, float]) -> records.Anomaly:
-    then = TESTED if view.slurm.used and view.config.pair_tests else ONLY_REPORTED
+    then = TEST_FOLLOWS if view.slurm.used and view.config.pair_tests else ONLY_REPORTED
     return records.Anomaly(
         node=standing.nodes[0] if len(standing.nodes) == 1 else "",
         nodes=standing.nodes,

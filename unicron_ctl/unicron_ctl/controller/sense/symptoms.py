@@ -23,8 +23,8 @@ LAST_LOSS_PERIODS = 1.5  # since which some must have been lost
 
 
 @dataclass
-class Told:
-    """What one agent told."""
+class Report:
+    """The symptoms that one agent has reported."""
 
     at: float
     """By the controller's clock."""
@@ -32,7 +32,7 @@ class Told:
     values: dict[str, float]
     """Symptom -> its last value."""
     measured: frozenset[str]
-    """Those of the last report."""
+    """Symptoms of the last report."""
     losses: deque[tuple[float, dict[str, PeerLoss]]] = field(default_factory=lambda: deque(maxlen=ROUNDS + 1))
     addresses: frozenset[str] = frozenset()
 
@@ -41,7 +41,7 @@ class Told:
 class Symptoms:
     """The symptoms of one job's nodes."""
 
-    told: dict[int, Told] = field(default_factory=dict)
+    told: dict[int, Report] = field(default_factory=dict)
     """By element."""
     watch: PeerWatch = field(default_factory=lambda: PeerWatch(rounds=ROUNDS, minima=LEAST), compare=False)
     counted: dict[str, float] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Symptoms:
         losses = {peer: PeerLoss(*both) for peer, both in message.losses.items() if both[1] > 0 <= both[0]}
         told = self.told.get(message.element)
         if told is None or told.node != node:
-            told = self.told[message.element] = Told(now, node, {}, frozenset())
+            told = self.told[message.element] = Report(now, node, {}, frozenset())
         told.at, told.measured = now, frozenset(values)
         told.values |= values
         told.addresses = frozenset(message.addresses) or told.addresses
@@ -93,7 +93,7 @@ class Symptoms:
         self.counted |= {node: evidence[node] for node in fresh}
         return self.watch.judge(rows, fresh), fresh, rows
 
-    def _last_loss(self, told: Collection[Told]) -> dict[str, float]:
+    def _last_loss(self, told: Collection[Report]) -> dict[str, float]:
         """Return node -> when packets from it or to it were last told lost."""
         names, found = _names(told), dict[str, float]()
         for one in told:
@@ -102,7 +102,7 @@ class Symptoms:
                     found[end] = max(found.get(end, 0.0), at)
         return found
 
-    def _blame(self, told: Collection[Told], period: float, now: float) -> Blame:
+    def _blame(self, told: Collection[Report], period: float, now: float) -> Blame:
         """Return who loses packets."""
         names = _names(told)
         sums: dict[tuple[str, str], tuple[float, float]] = {}
@@ -117,6 +117,6 @@ class Symptoms:
         return blame(sums, {one.node for one in told}) if sums else Blame()
 
 
-def _names(told: Iterable[Told]) -> dict[str, str]:
+def _names(told: Iterable[Report]) -> dict[str, str]:
     """Return address -> node."""
     return {address: one.node for one in told for address in one.addresses}

@@ -30,8 +30,9 @@ LEVELS: dict[type[Record], int] = {
     **dict.fromkeys((records.FailureVerdict, records.FailureAction, records.JobHealed), logging.INFO),
     **dict.fromkeys((records.Break, records.PlanMade, records.GenerationAdopted, records.Reform), logging.INFO),
     **dict.fromkeys((records.ElementReconnected, records.HeardAgain, records.MostHeard), logging.INFO),
-    **dict.fromkeys((records.NodeResumed, records.NodeEvent, records.PairTest, records.SlurmDone, records.SlurmBack), logging.INFO),
+    **dict.fromkeys((records.NodeResumed, records.NodeEvent, records.SlurmDone, records.SlurmBack), logging.INFO),
     **dict.fromkeys((records.ActionObserved, records.ObservedWeek, records.ClusterReplanned), logging.INFO),
+    records.PairTest: logging.INFO,
     **dict.fromkeys((records.ActionsPaused, records.ActionsResumed), logging.INFO),
 }
 """Records of other kinds have no line."""

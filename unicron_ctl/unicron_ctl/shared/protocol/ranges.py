@@ -111,7 +111,8 @@ Runs = Annotated[list[tuple[Slot, Slot]], Meta(max_length=MOST_SLOTS)]
 Values = Annotated[dict[Kind, Value], Meta(max_length=KINDS)]
 Rates = Annotated[dict[Element, Annotated[float, Meta(ge=0.0, le=MOST_VALUE)]], Meta(max_length=MOST_ELEMENTS)]
 Durations = Annotated[dict[Kind, Seconds], Meta(max_length=KINDS)]
-Losses = Annotated[dict[Kind, tuple[Value, Value]], Meta(max_length=MOST_PEERS)]  # address -> segments sent, lost a second
+# address -> segments sent, and lost, a second
+Losses = Annotated[dict[Kind, tuple[Value, Value]], Meta(max_length=MOST_PEERS)]
 Addresses = Annotated[list[Kind], Meta(max_length=MOST_ADDRESSES)]
 Words = Annotated[list[Kind], Meta(max_length=MOST_TARGETS)]
 Addresses = Annotated[list[NoName], Meta(max_length=MOST_TARGETS)]

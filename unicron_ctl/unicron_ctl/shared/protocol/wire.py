@@ -293,7 +293,7 @@ class Welcome(Message, tag="welcome"):
     metrics_directory: ranges.Text = ""
     """The folder whose latency is measured; empty for the agent's own."""
     symptom_seconds: ranges.Seconds = 0.0
-    """The same for symptoms, which are told only if there are any; 0 for none in between."""
+    """Seconds between two looks at symptoms, which are told only if there are any; 0 for none in between."""
     layout: ranges.Kind = ""
     """The layout of the ranks; empty unless the job has stated several."""
     run: ranges.Run = ""

@@ -28,7 +28,7 @@ def degraded(world: World, slot: int | None = None) -> None:
 
 
 def test_a_node_that_stands_out_leaves_when_its_job_is_slow_with_it(snapshot):
-    world, agents = started()
+    world, _ = started()
     odd(world, "n2", since=world.now - 60.0)
     world.run(5.0)
     assert told(world) == [], "that it differs harms nobody"
@@ -49,7 +49,7 @@ UNEXPLAINED = {
 
 @pytest.mark.parametrize("case", UNEXPLAINED)
 def test_a_node_that_does_not_explain_the_slowness_keeps_its_place(case):
-    world, agents = started()
+    world, _ = started()
     UNEXPLAINED[case](world)
     world.run(2.0)
     assert told(world) == []
