@@ -119,8 +119,10 @@ class Series:
     def __init__(self, replicas: int):
         self.recent: deque[list[float]] = deque(maxlen=RECENT)
         self.blocks: deque[Block] = deque(maxlen=REMEMBERED)
+        self.present = 0
+        """Blocks with the present paces."""
         self._nothing = [0.0] * replicas
-        self._open, self._sums, self._steps = 0, self._nothing, self._nothing
+        self._begin_block()
 
     def add(self, times: Sequence[float], paces: Sequence[float]) -> float:
         """Add an iteration, and return the usual time in it."""
@@ -134,20 +136,20 @@ class Series:
         self._steps = [sum_ + (b - a) * (b - a) for sum_, a, b in zip(self._steps, before, row, strict=True)]
         if self._open == RECENT:
             self.blocks.append(Block(_over_middle(self._sums), self._steps))
-            self._open, self._sums, self._steps = 0, self._nothing, self._nothing
+            self.present += 1
+            self._begin_block()
         return usual
 
-    def turn_to(self, changes: Sequence[float]) -> None:
-        """Take other paces as the present ones. changes: the new over the old ones."""
-        past = [
-            Block(_over_middle(_divide(each.levels, changes)), _divide(each.steps, [c * c for c in changes]))
-            for each in self.blocks
-        ]
-        self.blocks.clear()
-        self.blocks.extend(past)
-        rows = [_over_middle(_divide(row, changes)) for row in self.recent]
+    def turn(self) -> None:
+        """Note that other paces are the present ones. What came before says no more how fast a replica is, but still how
+        much its times vary; except the block in which they changed."""
         self.recent.clear()
-        self.recent.extend(rows)
+        if len(self.blocks) > 1:
+            self.blocks.pop()
+        self._begin_block()
+        self.present = 0
+
+    def _begin_block(self) -> None:
         self._open, self._sums, self._steps = 0, self._nothing, self._nothing
 
     @property
@@ -297,7 +299,7 @@ class Shares:
         variances = series.variances()
         common = math.fsum(variances) / len(variances)
         for blocks in BLOCKS:
-            if blocks > len(series.blocks):
+            if blocks > max(1, series.present):
                 break
             drift, count = series.drift(blocks), blocks * RECENT
             for replica, levels in enumerate(series.last(blocks)):
@@ -321,9 +323,8 @@ class Shares:
             self._paces = old
             return
         self.changes += 1
-        changes = _divide(self._paces, old)
         for series in (self._rounds, self._tokens):
-            series.turn_to(changes)
+            series.turn()
 
 
 def _sure(least: float, most: float, chance: float) -> float:

@@ -69,6 +69,17 @@ def test_healthy_replicas_keep_equal_shares(name):
     assert job.changes == 0
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("shift", range(5))
+def test_what_came_before_a_change_does_not_undo_it(seed, shift):
+    """Wherever in a block it comes."""
+    job = Job(4, 32, noise("normal 10 %"), random.Random(seed))
+    job.run(60 + shift)
+    job.factors[1] = 2.0
+    job.run(40)
+    assert slowest(job.shares, job.factors, PLAIN) <= 1.05 * 10.0 and job.changes <= 2
+
+
 def test_replicas_of_two_generations_of_hardware_share_by_it():
     job = Job(4, 32, STEADY, random.Random(2), factors=[1.0, 1.0, 2.0, 2.0])
     job.run(WARM_UP + 5)
