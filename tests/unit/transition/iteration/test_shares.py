@@ -37,9 +37,7 @@ def test_no_other_shares_are_ready_earlier(paces, more, schedule):
     rounds = len(paces) + more
     found = best(rounds, paces, schedule)
     assert sum(found) == rounds and min(found) >= 1
-    others = (
-        shares for shares in itertools.product(range(1, rounds + 1), repeat=len(paces)) if sum(shares) == rounds
-    )
+    others = (shares for shares in itertools.product(range(1, rounds + 1), repeat=len(paces)) if sum(shares) == rounds)
     assert slowest(found, paces, schedule) <= min(slowest(shares, paces, schedule) for shares in others)
 
 
