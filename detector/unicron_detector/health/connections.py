@@ -11,7 +11,7 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 # linux/netlink.h, linux/sock_diag.h, linux/inet_diag.h
@@ -62,7 +62,7 @@ def read_connections() -> Iterator[Connection]:
                 pass
 
 
-def _messages(data: bytes, family: int) -> Iterator[Connection]:
+def _messages(data: bytes, family: int) -> Generator[Connection, None, bool]:
     """Yield the connections of one datagram. Returns whether more follow."""
     while len(data) >= _HEADER.size:
         size, kind, *_ = _HEADER.unpack_from(data)
