@@ -38,11 +38,13 @@ class Sizes(msgspec.Struct, frozen=True):
     """Faults of each kind, on different nodes."""
     quiet_seconds: float = 60.0
     """Without a fault, before the first one."""
+    only: str = ""
+    """The faults to make, with commas between them; all by default."""
     rest_seconds: float = 40.0
     """From one fault to the next: an anomaly is over after three quiet rounds."""
 
 
-SMALLEST = Sizes(1, 5.0, 0.0)
+SMALLEST = Sizes(1, 5.0, rest_seconds=0.0)
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def measure(sizes: Sizes, report: Report) -> None:
         time.sleep(sizes.quiet_seconds)
         report.figure("nodes named without a fault", len(_named(site, 0.0)), "", 0)
         found = list(_play(site, job, sizes))
-    for name in FAULTS:
+    for name in _chosen(sizes):
         rounds = [one for one in found if one.fault == name]
         times = [one.seconds if one.seconds is not None else LIMIT for one in rounds]
         for one in rounds:
@@ -84,7 +86,7 @@ def measure(sizes: Sizes, report: Report) -> None:
 def _play(site: LinksCluster, job: LinksJob, sizes: Sizes) -> Iterator[Found]:
     nodes = itertools.cycle(f"n{number}" for number in range(1, NODES + 1))
     for _ in range(sizes.rounds):
-        for name, fault in FAULTS.items():
+        for name, fault in _chosen(sizes).items():
             node = next(nodes)
             job.reached(LEARNED)
             began = time.time()
@@ -148,9 +150,9 @@ def _slow_disk(site: LinksCluster, node: str) -> Iterator[set[str]]:
 
 @contextlib.contextmanager
 def _throttled_processor(site: LinksCluster, node: str) -> Iterator[set[str]]:
-    """The node's processes get a tenth of a core."""
-    limits = {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "10000"}
-    with _limited(site, node, "cpu", limits, {"cpu.max": "10000 100000"}):
+    """The node's processes get a twentieth of a core."""
+    limits = {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "5000"}
+    with _limited(site, node, "cpu", limits, {"cpu.max": "5000 100000"}):
         yield {node}
 
 
@@ -160,6 +162,10 @@ FAULTS: dict[str, Callable[[LinksCluster, str], contextlib.AbstractContextManage
     "slow disk": _slow_disk,
     "throttled processor": _throttled_processor,
 }
+
+
+def _chosen(sizes: Sizes) -> dict[str, Callable[[LinksCluster, str], contextlib.AbstractContextManager[set[str]]]]:
+    return {name: FAULTS[name] for name in (sizes.only.split(",") if sizes.only else FAULTS)}
 
 
 @contextlib.contextmanager
