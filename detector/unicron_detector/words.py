@@ -8,8 +8,12 @@ MOST_SPANS = 8  # of numbers in a text
 
 
 def plural(count: int, what: str) -> str:
-    """ "1 node", "2 nodes"."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    """ "1 node", "2 nodes", "2 micro-batches"."""
+    return f"{count} {what if count == 1 else _several(what)}"
+
+
+def _several(what: str) -> str:
+    return f"{what}{'es' if what.endswith('ch') else 's'}"
 
 
 def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -29,7 +33,7 @@ def number_spans(what: str, numbers: Iterable[int]) -> str:
     words = [str(first) if first == last else f"{first}-{last}" for first, last in spans[:MOST_SPANS]]
     hidden = sum(last - first + 1 for first, last in spans[MOST_SPANS:])
     several = len(spans) > 1 or any(first < last for first, last in spans)
-    return f"{what}{'s' if several else ''} {', '.join(words)}{f' and {hidden} more' if hidden else ''}"
+    return f"{_several(what) if several else what} {', '.join(words)}{f' and {hidden} more' if hidden else ''}"
 
 
 def all_of(count: int, what: str, do: str) -> str:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.support.jobs import FOREVER, TINY_PLAIN, World
 from unicron_ctl.shared.system.errors import UserError
+from unicron_transition.snapshot.image_format import BadImage, read_page
 
 pytestmark = pytest.mark.process
+# Silent faults: place -> what the rank's log says it hit. The lowest bit of a number changes no training.
+PLACES = {
+    "forward:0:once": "the output of",
+    "gradient:0:once": "the gradient of",
+    "wire:0:once": "what is sent into",
+    "weight:0": r"\w+\.\w+",
+    "moment:0": r"\w*avg\w*",
+    "memory:0": r"\S+\.image",
+    "file:0": r"(?!state-)\S+\.image",
+}
 SILENT = 8.0  # seconds for which the network is lost: well beyond the lease
 # Of the floor: a busy machine has kept a rank waiting for a second just before it was killed.
 SETTINGS = "allow_inject = true\nhang_floor_seconds = 3.0\nlease_periods = 2.5\n"
@@ -16,7 +31,9 @@ SETTINGS = "allow_inject = true\nhang_floor_seconds = 3.0\nlease_periods = 2.5\n
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inject")
-    with World(folder, 2, SETTINGS, TINY_PLAIN, TINY_ITERATIONS=FOREVER, TINY_SLOW="0.02") as running:
+    environment = {"TINY_ITERATIONS": FOREVER, "TINY_SLOW": "0.02", "UNICRON_AUDIT": "0", "UNICRON_COMPARE": "0"}
+    environment |= {"TINY_CHECKPOINTS": str(folder / "checkpoints"), "TINY_CHECKPOINT_EVERY": "25"}
+    with World(folder, 2, SETTINGS, TINY_PLAIN, **environment) as running:
         running.wait(lambda: running.trains([0, 1], 15), "15 iterations")
         yield running
 
@@ -50,6 +67,28 @@ def test_a_fault_is_caught_for_what_it_is_and_heals(job, fault, cause, by):
     assert failure["cause"] == cause, failure
     healed(job)
     assert job.job()["ledger_violations"] == 0
+
+
+def test_a_bit_flips_in_each_place_of_a_session_and_the_rank_says_where(job):
+    healed(job, 3)
+    before = len(job.failures())
+    for fault, what in PLACES.items():
+        job.ask("inject", fault=f"flip:{fault}", job="7", slot=1)
+        line = re.compile(rf"flipped bit 0 in {what}[^\n]* \[injected\]")
+        job.wait(lambda line=line: line.search(job.agents[1].log), fault, 60.0)
+    assert any(map(is_damaged, (job.folder / "checkpoints").rglob("*.image"))), "its reader will know"
+    healed(job, 3)
+    assert len(job.failures()) == before
+
+
+def is_damaged(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        page = read_page(path)  # of a whole file
+        try:
+            page.check_file()
+        except BadImage:
+            return True
+    return False
 
 
 def test_a_slow_rank_trains_on(job):

@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from tests.support import lent
+from tests.support.jobs import UNCHECKED
 from tests.support.processes import outside_slurm, state_of
 from tests.support.warm import warm
 from unicron_ctl.agent.connections.job_environment import Place
@@ -98,6 +99,7 @@ class Ranks:
             "TINY_OUT": str(out),
             "TINY_FAULT": json.dumps(faults),
             "UNICRON_PLAN_TIMEOUT": "60",
+            **UNCHECKED,
             **({"TINY_QUICK": "1"} if fork else {}),
             **settings,
         }

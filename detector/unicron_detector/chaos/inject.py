@@ -8,9 +8,11 @@ channel's thread. Nothing here acts unless an agent orders it, which a controlle
 from __future__ import annotations
 
 import ctypes
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from unicron_detector.chaos import blackhole, memory_cage
@@ -30,7 +32,22 @@ FAULTS: dict[str, tuple[str, float, str]] = {
     "lost-node": ("command", 20.0, "power a node of the local cluster off"),
     "corrupt-message": ("agent", 0.0, "the agent sends garbage to the controller"),
     "corrupt-checkpoint": ("rank", 0.0, "bytes flip in the next training state that the rank sends to a newcomer"),
+    "flip": ("rank", 60.0, "flip:WHERE[:BIT][:once] flips one bit of a number, silently"),
+    "nan": ("rank", 0.0, "nan:WHERE makes one number NaN, once"),
 }
+# Silent faults: a defective unit strikes in each micro-batch or sum for as long as it lasts, memory forgets once.
+UNITS = ("forward", "gradient", "wire")
+MEMORIES = ("weight", "moment", "memory", "file")
+PLACES = {
+    "forward": "the output of a module in the middle of the model",
+    "gradient": "the rank's sum of gradients, after a backward pass",
+    "wire": "what the rank sends into the sum over all replicas",
+    "weight": "a parameter, between two iterations",
+    "moment": "the optimizer's state, between two iterations",
+    "memory": "the newest copy of the state in the node's memory",
+    "file": "the newest whole checkpoint",
+}
+ONCE, WIDEST = "once", 64  # bits of the widest number
 FULL_DEVICE = "/dev/full"  # every write fails with the kernel's own ENOSPC, see full(4)
 # class -> (exception type, text as the libraries print it)
 EXCEPTIONS: dict[str, tuple[type[Exception], str]] = {
@@ -54,6 +71,23 @@ class InjectError(ValueError):
     """A fault that does not exist; the text says which do."""
 
 
+@dataclass(frozen=True)
+class Flip:
+    """A silent fault: a bit that flips in one number, or a number that becomes NaN."""
+
+    where: str  # one of PLACES
+    bit: int | None = None  # 0 is the lowest; None for a random one
+    once: bool = False
+    nan: bool = False
+    draw: float = 0.0  # in [0, 1): stands for the random bit, the same in each strike
+
+    def bit_of(self, width: int) -> int | None:
+        """Return the bit in a number of `width` bits; None if that has no such bit."""
+        if self.bit is None:
+            return int(self.draw * width)
+        return self.bit if self.bit < width else None
+
+
 def parse(fault: str) -> tuple[str, str]:
     """Split a fault into its name and detail: `slow:2.5` -> ("slow", "2.5"). Raises InjectError."""
     name, _, detail = fault.partition(":")
@@ -70,13 +104,41 @@ def parse(fault: str) -> tuple[str, str]:
             factor = 0.0
         if not 1.0 < factor <= 1000.0:
             raise InjectError(f"slow:{detail or '?'}: write a factor above 1 and up to 1000, for example slow:1.5")
-    if detail and name not in ("exception", "slow"):
+    if name in ("flip", "nan"):
+        flip_of(name, detail)
+    elif detail and name not in ("exception", "slow"):
         raise InjectError(f"{name} takes no {detail!r}: write {name}")
     return name, detail
 
 
+def flip_of(name: str, detail: str) -> Flip:
+    """Return the silent fault that `flip:WHERE[:BIT][:once]` or `nan:WHERE` means. Raises InjectError."""
+    where, *rest = detail.split(":")
+    places = PLACES if name == "flip" else [each for each in PLACES if each not in ("memory", "file")]
+    if where not in places:
+        raise InjectError(f"{name}:{where or '?'}: use one of {', '.join(f'{name}:{each}' for each in places)}")
+    once = name == "nan" or where in MEMORIES
+    if name == "flip" and rest[-1:] == [ONCE]:
+        rest, once = rest[:-1], True
+    if not rest:
+        return Flip(where, None, once, name == "nan", random.SystemRandom().random())
+    number = rest[0]
+    if name == "nan" or rest[1:] or not (number.isascii() and number.isdigit()) or int(number) >= WIDEST:
+        right = f"nan:{where}" if name == "nan" else f"flip:{where}:BIT with a bit from 0 (the lowest) to {WIDEST - 1}"
+        raise InjectError(f"{name}:{detail}: write {right}")
+    return Flip(where, int(number), once)
+
+
+def duration(fault: str, seconds: float) -> float:
+    """Return how long a fault lasts that was ordered for `seconds`, or with 0 for its default. Raises InjectError."""
+    name, detail = parse(fault)
+    if name in ("flip", "nan") and flip_of(name, detail).once:
+        return 0.0
+    return seconds or FAULTS[name][1]
+
+
 class Injector:
-    """The faults of one rank. `take` is called in the channel's thread, `point` and `slow_down` in the main one."""
+    """The faults of one rank. `on_order` is called in the channel's thread, the other methods in the main one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep):
         self._clock, self._sleep = clock, sleep
@@ -84,6 +146,7 @@ class Injector:
         self._pending: list[tuple[str, str]] = []
         self._factor, self._slow_until = 1.0, 0.0
         self._spoils = 0
+        self._flips: dict[str, tuple[Flip, float]] = {}  # place -> (fault, when it is over)
         self.break_connections: Callable[[], Any] = lambda: None  # set by the owner of the generation's sockets
 
     def on_order(self, message: Mapping[str, Any]) -> None:
@@ -94,6 +157,10 @@ class Injector:
             hold_gil(seconds)
         elif name == "slow":
             self._factor, self._slow_until = float(detail), self._clock() + seconds
+        elif name in ("flip", "nan"):
+            flip = flip_of(name, detail)
+            with self._lock:
+                self._flips[flip.where] = flip, float("inf") if flip.once else self._clock() + seconds
         elif name == "lost-network":
             self.break_connections()
         elif name == "black-hole":
@@ -128,6 +195,23 @@ class Injector:
         with self._lock:
             spoils, self._spoils = self._spoils > 0, max(0, self._spoils - 1)
             return spoils
+
+    def flip_due(self, where: str) -> Flip | None:
+        """Return the silent fault that strikes at this place now, if there is one. Costs one look at a dictionary."""
+        if not self._flips:
+            return None
+        with self._lock:
+            flip, until = self._flips.get(where, (None, 0.0))
+            if flip is not None and self._clock() >= until:
+                del self._flips[where]
+                return None
+            return flip
+
+    def flip_done(self, flip: Flip) -> None:
+        """Note that this fault has struck; one that strikes once is over. Until then it waits for its chance."""
+        with self._lock:
+            if flip.once and self._flips.get(flip.where, (None, 0.0))[0] is flip:
+                del self._flips[flip.where]
 
     def slow_down(self, seconds: float) -> None:
         """Slow down after a micro-batch that took `seconds`."""

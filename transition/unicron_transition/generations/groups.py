@@ -122,6 +122,11 @@ class Groups:
         """The ranks at this rank's place in all replicas; None if each rank is a replica."""
         self.replica: dist.ProcessGroup | None = None
         """The ranks of this rank's replica; likewise."""
+        self._all_tell: Callable[[], bool] = lambda: False
+
+    def all_tell(self) -> bool:
+        """Whether all members are of a release that can refuse a commit: to be asked after a collective of all."""
+        return self._all_tell()
 
     def _role(self, name: str, ranks: Sequence[int], backend: str | None = None) -> Role:
         pairs = [self.layout.from_megatron_rank(rank, self._replicas) for rank in ranks]
@@ -141,8 +146,8 @@ class Groups:
         replica = replica_of(members, layout.size, slot)
         me = layout.megatron_rank(replica, slot % layout.size, count)
         limit, before = collective_timeout(), set(tcp_sockets())
-        if backend == "gloo":
-            member_links.announce(store)
+        member_links.announce(store, backend)
+        self._all_tell = cache(lambda: member_links.all_tell(store, len(members)))
         with abandonable_connections(lost):
             process_groups.init_world(backend, store, me, len(members), ENTERING)
             if backend == "gloo":

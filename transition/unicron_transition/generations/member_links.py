@@ -26,6 +26,7 @@ import torch
 from unicron_detector.tcp_sockets import tcp_sockets, view_of
 
 COUNT, PLACE = "links", "links.{}"  # keys in the store
+WITHOUT_LINKS = 1 << 32  # more than a world has members
 LAZY = "TORCH_GLOO_LAZY_INIT"  # torch's setting
 IPV4_PREFIX = "::ffff:"  # before an IPv4 address of an IPv6 socket
 TOKEN_BYTES = 16
@@ -79,11 +80,16 @@ class MemberLinks:
 
 
 # ------------------------------------------------------------ connecting
-def announce(store: Any, environment: Mapping[str, str] = os.environ) -> None:
-    """Tell the other members, before the generation's groups are connected, that this rank's release knows links. If
-    gloo connects only later, nobody would know whether all have said so."""
-    if not environment.get(LAZY):
-        store.add(COUNT, 1)
+def announce(store: Any, backend: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Tell the other members, before the generation's groups are connected, that this rank's release knows links, and
+    that it can refuse a commit. If gloo connects only later, nobody would know in time whether all want links."""
+    links = backend == "gloo" and not environment.get(LAZY)
+    store.add(COUNT, 1 if links else 1 + WITHOUT_LINKS)
+
+
+def all_tell(store: Any, size: int) -> bool:
+    """Whether all members have announced themselves: to be asked after a first collective of all of them."""
+    return bool(store.add(COUNT, 0) % WITHOUT_LINKS == size)
 
 
 def connect(

@@ -15,9 +15,10 @@ import torch
 from unicron_detector.chaos.inject import injector
 from unicron_detector.processes.rank_channel import name_micro_batch
 from unicron_transition.generations.layout import Layout
-from unicron_transition.iteration import randomness
+from unicron_transition.iteration import flips, randomness
 from unicron_transition.iteration.gradient_copies import Snapshots, Where
 from unicron_transition.iteration.ledger import Ledger, LedgerError, Proof
+from unicron_transition.iteration.soundness import norm_of
 
 DRAIN_SECONDS = 10.0
 
@@ -152,6 +153,9 @@ class Accumulation(ABC):
 
     def __init__(self, work: Work):
         self._work, self.total, self.seed = work, work.total, work.seed
+        self.weigh: Callable[[Iterable[torch.Tensor], bool], None] | None = None
+        """weigh(tensors, after) is called with this rank's own sum before the reduce, and with its part of the result.
+        Only while no reduce begins in a backward pass."""
         self.lost = work.lost
         self._snapshots = Snapshots(work.where)
         self._whole = True  # no part of a micro-batch is in the gradient
@@ -242,6 +246,10 @@ class Accumulation(ABC):
     def _tensors_to_reduce(self) -> Iterator[torch.Tensor]:
         """Return the tensors that reduces overwrite."""
 
+    @abstractmethod
+    def _open_gradients(self) -> Iterator[flips.Entry]:
+        """Return the gradients that no reduce has begun to overwrite, by parameter."""
+
     def adopt_groups(self) -> None:  # noqa: B027
         """Start to use the groups of another generation."""
 
@@ -255,9 +263,39 @@ class Accumulation(ABC):
         return self._whole
 
     @property
+    def group(self) -> int:
+        """Micro-batches that a virtual pipeline computes together."""
+        return 1
+
+    @property
     def first(self) -> bool:
         """Whether the order of the gradients in the backward pass matters and is not known yet."""
         return False
+
+    # ------------------------------------------------------------ its size
+    def norm(self) -> float:
+        """Return the norm of this rank's part of the reduced gradient; not finite if a number in it is not."""
+        return norm_of(self._reduced())
+
+    def own_norm(self) -> float:
+        """Return the norm of this rank's own sum, before the reduce."""
+        return norm_of(self.own_sum())
+
+    def _weigh_sum(self, tensors: Iterable[torch.Tensor], after: bool) -> None:
+        if self.weigh is not None:
+            self.weigh(tensors, after)
+
+    @abstractmethod
+    def _reduced(self) -> Iterable[torch.Tensor]:
+        """Return the gradients that a reduce has summed."""
+
+    @abstractmethod
+    def own_sum(self) -> Iterable[torch.Tensor]:
+        """Return all gradients."""
+
+    @abstractmethod
+    def hold_reduces(self) -> None:
+        """Begin no reduce in a backward pass of this iteration: its schedule is computed in several pieces."""
 
     # ------------------------------------------------------------ one micro-batch
     def _begin_evaluation(self, iteration: int, index: int, **coordinate: int) -> None:
@@ -293,6 +331,7 @@ class Accumulation(ABC):
     def _end_backward(self, now: float) -> None:
         """Note that the last backward pass, if there is one, is over."""
         if self._backward_since is not None:
+            flips.after_backward(self._open_gradients)
             injector.slow_down(now - self._began)
             self.seconds["backward"] += time.perf_counter() - self._backward_since
             self._backward_since = None

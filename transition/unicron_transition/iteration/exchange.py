@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from unicron_detector.processes.rank_messages import Plan
 from unicron_transition.generations.groups import Groups
-from unicron_transition.generations.member_links import MemberLinks
+from unicron_transition.generations.member_links import MOST_BYTES, MemberLinks
 from unicron_transition.generations.meshes import WorldGroups
 from unicron_transition.iteration.accumulation import PeerLost, Sum
 from unicron_transition.iteration.rank_process import Process
@@ -26,6 +26,7 @@ from unicron_transition.seams import gloo, megatron_core
 SENT_SECONDS = 10.0  # time of a living peer to take a message of an exchange that it has begun
 SENT_TIME = timedelta(seconds=SENT_SECONDS)
 FIRST_TAG = 1 << 20  # pipelines send with tag 0
+MOST_NUMBERS = MOST_BYTES // 8  # of one message between members
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class CommitResult:
     """Some rank wants a checkpoint of the state after this step."""
     busy: bool = False
     """Some rank's last checkpoint is still being written."""
+    unsound: bool = False
+    """Some rank has a loss or a gradient that is not finite: nobody steps."""
+    told: tuple[float, ...] = ()
+    """The maximum of each number that the members have told, UNKNOWN where none has; empty if a member is of a release
+    that tells none."""
 
 
 class Exchange:
@@ -55,6 +61,8 @@ class Exchange:
         self._links = links  # returns those among all members of the present generation, if it has any
         self._groups = groups  # None if they are those that Megatron keeps
         self._sending: list[Any] = []  # sent by the last exchange; the next one ends after it has arrived
+        self.tells: Callable[[], bool] = lambda: True
+        """Whether all members are of a release that tells numbers in a commit, and can refuse it."""
 
     # ------------------------------------------------------------ groups
     @property
@@ -102,15 +110,25 @@ class Exchange:
         value, bad = self.inside([loss if last and math.isfinite(loss) else -math.inf, float(not math.isfinite(loss))])
         return math.nan if bad else value
 
-    def commit(self, offer: Plan | None, first: bool, save: bool = False, busy: bool = False) -> CommitResult:
-        """Commit the step with all members; the arguments are this rank's own."""
-        held = float(offer.generation if offer else 0)
-        own = torch.tensor([held, -held, float(first), float(save), float(busy)], dtype=torch.float64)
-        most, least, *anybody = self._largest(own, None).tolist()
+    def commit(
+        self,
+        offer: Plan | None,
+        first: bool,
+        save: bool = False,
+        busy: bool = False,
+        unsound: bool = False,
+        told: Sequence[float] = (),
+    ) -> CommitResult:
+        """Commit the step with all members; the arguments are this rank's own. told: as many numbers in all of them."""
+        held, tells = float(offer.generation if offer else 0), self.tells()
+        numbers = [held, -held, float(first), float(save), float(busy), *([float(unsound), *told] if tells else [])]
+        most, least, *others = self._most(numbers)
         same = offer is not None and most == -least == held
-        if same:
+        anybody = [number > 0 for number in others[: 3 + tells]]
+        if same and not any(anybody[3:]):
             self.wait_until_sent()  # the groups end with this iteration
-        return CommitResult(offer if same else None, *(number > 0 for number in anybody))
+        first, save, busy, unsound = [*anybody, False][:4]
+        return CommitResult(offer if same else None, first, save, busy, unsound, tuple(others[4:]))
 
     def furthest(self, state: tuple[int, int]) -> tuple[int, int]:
         """Return the (base, version) of the members; a newcomer has none, or an older one."""
@@ -124,7 +142,12 @@ class Exchange:
 
     def most(self, numbers: Sequence[float]) -> list[float]:
         """Return the maximum of each number over all members; whole numbers up to 2^53 are exact."""
-        return self._largest(torch.tensor(numbers, dtype=torch.float64), None).tolist()
+        return self._most(numbers)
+
+    def _most(self, numbers: Sequence[float]) -> list[float]:
+        """Do so in messages that each fit into the buffers of a connection."""
+        parts = torch.tensor(numbers, dtype=torch.float64).split(MOST_NUMBERS)
+        return [number for part in parts for number in self._largest(part, None).tolist()]
 
     def all_there(self) -> None:
         """Wait until all members have come here."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -116,6 +116,8 @@ class Ledger:
     """Index -> 0-d tensor, of a loss per token."""
     shared: dict[int, Loss] = field(default_factory=dict)
     """Index -> loss of the replica, of whose ranks each has computed a part only."""
+    skipped: frozenset[int] = frozenset()
+    """Micro-batches that are at fault, and in no gradient."""
 
     def todo(self) -> list[int]:
         """Return the micro-batches that are assigned and not yet in the gradient."""
@@ -136,6 +138,12 @@ class Ledger:
         """Note that the gradient is empty."""
         self.done = []
 
+    def discard(self) -> None:
+        """Note that the gradient is empty because it was not sound: what was in it does not count as computed."""
+        for index in self.done:
+            self.computed.remove(index)
+        self.drop()
+
     def reassign(self, indices: Iterable[int]) -> None:
         """Adopt a plan's assignment. Raises :class:`LedgerError` if it drops work that is already in the gradient."""
         assigned = list(indices)
@@ -143,6 +151,11 @@ class Ledger:
         if dropped:
             raise LedgerError(f"the plan for iteration {self.iteration} drops finished micro-batches {sorted(dropped)}")
         self.assigned = assigned
+
+    def loss_of(self, index: int) -> float:
+        """Return the loss of a micro-batch, as far as this rank knows it."""
+        shared = self.shared.get(index)
+        return float(shared.loss if shared else self.losses.get(index, 0.0))
 
     def proof(self, wish: bool) -> Proof:
         """Return this rank's part of the proof. wish: this rank's own."""
@@ -163,9 +176,10 @@ class Ledger:
         return float(zlib.crc32(text.encode()))
 
     @staticmethod
-    def check_counts(iteration: int, counts: Sequence[int]) -> None:
-        """Raise :class:`LedgerError` unless each micro-batch i is in one gradient of the job: `counts[i]` is 1."""
-        wrong = {index: count for index, count in enumerate(counts) if count != 1}
+    def check_counts(iteration: int, counts: Sequence[int], skipped: Collection[int] = ()) -> None:
+        """Raise :class:`LedgerError` unless each micro-batch i is in one gradient of the job, `counts[i]` is 1, and a
+        skipped one in none."""
+        wrong = {index: count for index, count in enumerate(counts) if count != (index not in skipped)}
         if wrong:
             raise LedgerError(f"iteration {iteration}: micro-batches not counted exactly once (index: count): {wrong}")
 

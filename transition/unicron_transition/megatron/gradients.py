@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from unicron_transition.iteration import flips
 from unicron_transition.iteration.accumulation import Accumulation, PeerLost, Work, evaluating, wait_out
 from unicron_transition.iteration.ledger import Ledger, Loss, Proof, hear_parts, tell_parts
 from unicron_transition.megatron.auxiliary import Auxiliary
@@ -92,6 +93,12 @@ class Gradients(Accumulation):
         self._auxiliary.drop()
         self._mine.clear()
         self._deferred, self._whole = None, True
+
+    @property
+    def group(self) -> int:
+        if len(self.model) == 1:
+            return 1
+        return int(self.config.microbatch_group_size_per_vp_stage or self.layout.pipeline)
 
     @property
     def first(self) -> bool:
@@ -188,9 +195,7 @@ class Gradients(Accumulation):
         the interleaved schedule takes whole groups."""
         lanes, mine = self.layout.lanes, list(indices[self._lane :: self.layout.lanes])
         count = -(-len(indices) // lanes)
-        if len(self.model) > 1:
-            group = self.config.microbatch_group_size_per_vp_stage or self.layout.pipeline
-            count += -count % group
+        count += -count % self.group
         return mine, [*mine, *[indices[-1]] * (count - len(mine))]
 
     @contextlib.contextmanager
@@ -220,6 +225,7 @@ class Gradients(Accumulation):
                 self._finish(ledger, [padded[number - 1]])
             real, index = number < owed, padded[number]
             self._begin_forward(ledger, index, chunk=chunk, **self._coordinate)
+            flips.before_forward(model)
             self._whole = self._whole and alone
             with self._auxiliary.forward(chunk, real):
                 output, loss_function = self.forward_step(data_iterator, model, *rest)
@@ -271,15 +277,35 @@ class Gradients(Accumulation):
 
         if self._deferred is not None:
             raise PeerLost(f"a bucket's reduce failed: {self._deferred}")
+        if self.layout.lanes == 1:  # otherwise Megatron sums dense parameters over other ranks than experts
+            self._weigh_sum(self.own_sum(), after=False)
         if self._ordered:
             self._dispatch_overlapped()
         own = own_parts_only(self.model) if self._sharded else contextlib.nullcontext()
-        with own, self._auxiliary.reducing():
+        with own, self._auxiliary.reducing(), self._weighing():
             (self.config.finalize_model_grads_func or finalize_model_grads)(self.model, self._tokens(ledger))
         proven = self._work.begin_sum(proof.tensor().to(self._device()))
         proof_sum = proven.finish().cpu()
         proven.check()
         return Proof.of(proof_sum)
+
+    @contextlib.contextmanager
+    def _weighing(self) -> Iterator[None]:
+        """Weigh the sums when Megatron has waited for them: it changes them afterwards."""
+        last = self.model[-1]
+        original = last.finish_grad_sync
+
+        def finish_grad_sync(*arguments: Any, **keywords: Any) -> Any:
+            result = original(*arguments, **keywords)
+            if self.layout.lanes == 1:
+                self._weigh_sum(self._reduced(), after=True)
+            return result
+
+        last.finish_grad_sync = finish_grad_sync
+        try:
+            yield
+        finally:
+            del last.finish_grad_sync
 
     def proven(self, tokens: float) -> float:
         return tokens if self.per_token else float(self.total)
@@ -316,6 +342,8 @@ class Gradients(Accumulation):
             if self._healed and not (group.is_first_batch and group.grad_reduce_handle is not None):
                 for bucket in group.buckets:
                     self._snapshots.copy_before_reduce(id(bucket), self._overwritten(bucket, group))
+            for bucket in group.buckets:
+                flips.before_reduce(self._overwritten(bucket, group))
             try:
                 return original(*arguments, **keywords)
             except RuntimeError as error:
@@ -332,6 +360,22 @@ class Gradients(Accumulation):
 
     def _tensors_to_reduce(self) -> Iterator[torch.Tensor]:
         return (self._overwritten(bucket, group) for group in self._bucket_groups() for bucket in group.buckets)
+
+    def _open_gradients(self) -> Iterator[flips.Entry]:
+        for chunk in self.model:
+            for group in megatron_core.bucket_groups(chunk):
+                names = {parameter: name for name, parameter in chunk.module.named_parameters()}
+                if group.grad_reduce_handle is None:
+                    for parameter in group.params:
+                        yield f"the gradient of {names.get(parameter, '?')}", parameter.main_grad
+
+    def own_sum(self) -> Iterator[torch.Tensor]:
+        return (bucket.grad_data for group in self._bucket_groups() for bucket in group.buckets)
+
+    _reduced = _tensors_to_reduce
+
+    def hold_reduces(self) -> None:
+        self._ordered = True
 
     # ------------------------------------------------------------ recovering
     def drain(self, unblock: Callable[[], Any]) -> None:

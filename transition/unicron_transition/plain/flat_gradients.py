@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from unicron_transition.iteration import flips
 from unicron_transition.iteration.accumulation import Accumulation, PeerLost, Sum, Work, evaluating, wait_out
 from unicron_transition.iteration.ledger import Ledger, Loss, Proof, hear_parts, tell_parts
 from unicron_transition.seams import dtensors, fully_shard, modules
@@ -147,6 +148,7 @@ class PlainGradients(Accumulation):
         self._task = -1  # torch's number for that backward pass
         self._nested: set[int] = set()  # buckets with gradients from a nested backward pass, which wait
         self._deferred: Exception | None = None
+        self._held = False  # no reduce begins in a backward pass
         self._passes = 0  # iterations with complete backward passes
         # A call for each gradient took 7 % of a small model's backward passes; one bucket does not need it.
         for parameter in parameters.values() if len(self._buckets) > 1 else ():
@@ -183,6 +185,7 @@ class PlainGradients(Accumulation):
         bucket.mark([now != before for now, before in zip(bucket.versions(), untouched, strict=True)])
         if self._work.healed:
             self._snapshots.copy_before_reduce(number, bucket.flat)
+        flips.before_reduce(bucket.gradients)
         self._sums.append(self._work.begin_sum(bucket.flat))
 
     def _watch_pass(self, loss: torch.Tensor, last: bool) -> None:
@@ -193,7 +196,7 @@ class PlainGradients(Accumulation):
 
         if loss.requires_grad and len(self._buckets) > 1:  # without a gradient torch raises an error
             loss.register_hook(note)
-        early = last and self._passes > 0 and len(self._buckets) > 1
+        early = last and not self._held and self._passes > 0 and len(self._buckets) > 1
         self._missing = [set(map(id, bucket.parameters)) for bucket in self._buckets] if early else []
 
     # ------------------------------------------------------------ computing
@@ -206,6 +209,13 @@ class PlainGradients(Accumulation):
         self._snapshots.forget()
         self._forget_sums()
         self._whole = True
+
+    def begin_iteration(self, ordered: bool, total: int) -> None:
+        super().begin_iteration(ordered, total)
+        self._held = False
+
+    def hold_reduces(self) -> None:
+        self._held = True
 
     def _forget_sums(self) -> None:
         self._sums, self._missing, self._deferred = [], [], None
@@ -223,6 +233,7 @@ class PlainGradients(Accumulation):
         for together, index, counts in self._rounds(owed):
             self._next()
             self._begin_forward(ledger, index)
+            flips.before_forward(self._model)
             loss = self._loss(ledger, index, self._fetch(ledger.iteration, index), counts)
             self._begin_backward()
             scaled = self._scale(loss)
@@ -348,6 +359,7 @@ class PlainGradients(Accumulation):
     def reduce(self, ledger: Ledger, proof: Proof) -> Proof:
         if self._deferred is not None:
             raise self._deferred
+        self._weigh_sum(self.own_sum(), after=False)
         last = len(self._buckets) - 1
         while len(self._sums) < last:
             self._begin_bucket(len(self._sums))
@@ -361,6 +373,7 @@ class PlainGradients(Accumulation):
         proof_sum = Proof.of(alone) if last < 0 else self._buckets[last].proven()
         for each in self._sums:
             each.check()
+        self._weigh_sum(self._reduced(), after=True)
         return proof_sum
 
     def drain(self, unblock: Callable[[], Any]) -> None:
@@ -384,6 +397,16 @@ class PlainGradients(Accumulation):
 
     def _tensors_to_reduce(self) -> Iterator[torch.Tensor]:
         return (bucket.flat for bucket in self._buckets)
+
+    def _open_gradients(self) -> Iterator[flips.Entry]:
+        for bucket in self._buckets[len(self._sums) :]:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                yield f"the gradient of {self._names[id(parameter)]}", view
+
+    def own_sum(self) -> Iterator[torch.Tensor]:
+        return (bucket.gradients for bucket in self._buckets)
+
+    _reduced = own_sum
 
 
 def _is_number(value: Any) -> bool:

@@ -40,7 +40,7 @@ class Handover:
             if plan.joiners:
                 iteration = self._migrate(plan, plan.source, newcomer, iteration)
         iteration = local.complete(plan, iteration)
-        local.goes_on(iteration)
+        local.goes_on(iteration, plan.members[:1] == [self._member.slot])
         return iteration
 
     def _tie_embeddings(self) -> None:

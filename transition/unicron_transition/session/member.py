@@ -132,6 +132,17 @@ class Member:
             elif not left:
                 self._leave_generation()
 
+    def give_up_state(self, drain: Callable[[Callable[[], Any]], None]) -> None:
+        """Leave the generation because its training state is unsound, and report that this rank waits without one. All
+        members do so at the same point, and the job is formed anew of them, in the same processes."""
+        self.watch.give_up()
+        self._built = NEVER_KEPT
+        self.process.unblocker.unblock(True)
+        drain(lambda: self.process.unblocker.unblock(True))
+        self.watch.put_back()
+        self.inside = False
+        self.rest("waiting")
+
     def _spare(self) -> bool:
         """Whether this rank, without training state, is a hot spare and may wait for ever."""
         return not self.inside and os.environ.get("UNICRON_SPARES", "0") not in ("", "0")

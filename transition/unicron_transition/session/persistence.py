@@ -10,10 +10,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+from unicron_transition.iteration import flips
 from unicron_transition.iteration.exchange import CommitResult
 from unicron_transition.iteration.rank_log import inform, warn
+from unicron_transition.session import flipped_images
 from unicron_transition.session.member import RELAID, Member
 from unicron_transition.snapshot.checkpoint import TURN_SECONDS, Checkpoints, Writer
+from unicron_transition.snapshot.image_format import memory_folder
 from unicron_transition.snapshot.keeper import COPIES
 from unicron_transition.snapshot.local_state import LocalState
 from unicron_transition.snapshot.migrate import TrainingState
@@ -124,6 +127,8 @@ class Persistence:
         named = os.path.abspath(checkpoints.folder) if checkpoints is not None else ""
         self._folder = named if len(named) <= LONGEST_NAME else ""
         self._began = time.monotonic()
+        self._boundary = -1, ""  # iteration and mark of the state at the last boundary
+        self._unverified: tuple[int, str] | None = None  # the same of the last checkpoint, until an audit has passed
         member.watch.on_memory = local.on_message
 
     def _risk(self) -> Risk:
@@ -146,6 +151,11 @@ class Persistence:
         return self._folder if self._is_first else ""
 
     @property
+    def verified(self) -> int:
+        """The newest verified iteration, from the first rank only; -1 for none."""
+        return self.local.verified if self._is_first else -1
+
+    @property
     def _is_first(self) -> bool:
         return self._member.members[:1] == [self._member.slot]
 
@@ -158,12 +168,35 @@ class Persistence:
 
     def keep_boundary(self, iteration: int) -> None:
         """Keep the state at this iteration boundary in memory and, if a checkpoint is due, in a file."""
+        flips.at_boundary(self._state.model, self._state.optimizer)
         here = self._member.members, self._member.generation, self.writer()
+        if iteration <= self._boundary[0]:
+            self._unverified = None  # of a past that the job has left
+        self._boundary = iteration, here[-1].mark
         if self.schedule.is_due(iteration):
+            self._unverified = iteration, self.local.file_writer(here[-1]).mark
             self.schedule.store(iteration, self._state, *here, alone=self.writes)
             if self.schedule.asked and self._is_first and self.checkpoints is not None and self.checkpoints.exports:
                 self.checkpoints.exports.start(iteration, self.local.file_writer(here[-1]).mark)
         self.local.keep_boundary(iteration, *here)
+        flipped_images.strike(self.local, self._member.slot, memory_folder(), self.checkpoints)
+
+    def note_verified(self, iteration: int) -> None:
+        """Note that an audit has found the state with which `iteration` began sound. All ranks call it in that
+        iteration, before the loss of the state changes. A wrong state stays wrong, so the last checkpoint before it is
+        sound, too."""
+        at, mark = self._boundary
+        self.local.note_verified(iteration, mark if at == iteration else self.writer().mark)
+        saved, self._unverified = self._unverified, None
+        if saved is not None and saved[0] > iteration:
+            self._unverified = saved
+        elif saved is not None and self.checkpoints is not None and self._is_first:
+            self.checkpoints.note_verified(*saved)
+
+    def go_back(self) -> int:
+        """Give up the state of this rank (:meth:`LocalState.go_back`)."""
+        self._boundary, self._unverified = (-1, ""), None
+        return self.local.go_back(self.writer(), self._is_first)
 
     def rescue(self, iteration: int, why: str) -> None:
         """Write this rank's state to disk because the rank ends early."""

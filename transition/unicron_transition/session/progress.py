@@ -57,6 +57,7 @@ class RankReporter:
         self._parameters = parameters  # of this rank's part of the model
         self._flops = flops  # of a micro-batch
         self.micro_batches_of: Callable[[int], int] = lambda iteration: at.ledger.total
+        self.share: Callable[[], int] = lambda: 0
         self._last_reported: tuple[Any, ...] = ()  # the position in the last status
 
     @property
@@ -106,6 +107,9 @@ class RankReporter:
             remembers=self._local.reports,
             outlives=notice.outlives_notice(),
             saves_in=persistence.folder,
+            went_back=self._local.went_back if rests else None,
+            share=self.share() if member.inside else 0,
+            verified=persistence.verified,
         )
 
     def _micro_batches(self, ledger: Ledger, phase: str) -> int:
@@ -128,11 +132,12 @@ class RankReporter:
             return
         at, member = self._at, self._member
         first = member.slot % member.layout.size == 0  # one rank reports what all ranks of the replica have computed
+        left_out = at.ledger.skipped if member.replica == 0 else ()  # they count, with the weight 0
         self._channel.send_with_status(
             Step(
                 generation=member.generation,
                 iteration=at.ledger.iteration,
-                micro_batches=list(at.ledger.done) if first else [],
+                micro_batches=[*at.ledger.done, *sorted(left_out)] if first else [],
                 computed=list(at.ledger.computed) if first else [],
                 total=at.ledger.total,
                 seconds=at.seconds,

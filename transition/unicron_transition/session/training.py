@@ -28,22 +28,26 @@ import torch.distributed as dist
 
 from unicron_detector.processes.rank_messages import Plan
 from unicron_transition.generations import groups
-from unicron_transition.generations.layout import deal
 from unicron_transition.generations.meshes import WorldGroups
 from unicron_transition.generations.watch import PlanTimeout
 from unicron_transition.iteration import rank_process
-from unicron_transition.iteration.accumulation import DeferredChanges, PeerLost, Work, hold_scalers
-from unicron_transition.iteration.exchange import Exchange, at_commit
+from unicron_transition.iteration.accumulation import DeferredChanges, PeerLost, Work, hold_scalers, scalers
+from unicron_transition.iteration.exchange import CommitResult, Exchange, at_commit
 from unicron_transition.iteration.gradient_copies import Where, chosen_place
 from unicron_transition.iteration.ledger import Ledger, LedgerError, StepResult
+from unicron_transition.iteration.soundness import UnsoundIteration
 from unicron_transition.seams.dtensors import local
 from unicron_transition.seams.table import UnsupportedLayout
+from unicron_transition.session.checks import AuditAgain, Checks, CorruptState
+from unicron_transition.session.checks import settings as check_settings
 from unicron_transition.session.evaluation import Evaluations
 from unicron_transition.session.handover import Handover
 from unicron_transition.session.member import Member
 from unicron_transition.session.model_kinds import ModelKind, kind_of
+from unicron_transition.session.pacing import Pacing
 from unicron_transition.session.persistence import Persistence
 from unicron_transition.session.progress import RankReporter, SessionPosition
+from unicron_transition.session.trials import OnBadBatch, Trials
 from unicron_transition.sharded.sharded_state import ShardedState
 from unicron_transition.snapshot import migrate
 from unicron_transition.snapshot.checkpoint import CheckpointError, Checkpoints
@@ -57,6 +61,7 @@ FATAL = (  # another try would not help
     PlanTimeout,
     LedgerError,
     CheckpointError,
+    UnsoundIteration,
 )
 SELF_STOPS = 3  # failures of an iteration without a Break until they count as the script's own
 PEER_ERRORS = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)  # of collectives whose peer is gone
@@ -68,6 +73,10 @@ class RankRejoined(Exception):
 
 class _Again(Exception):
     """The generation broke before the commit: the iteration is reduced again under a new plan."""
+
+
+class _Unsound(Exception):
+    """The iteration is no step: what is unsound in it is computed again."""
 
 
 class _ReplicaStopped(PeerLost):
@@ -94,7 +103,10 @@ class Training:
         seed: int | None = None,
         clip_grad: float | None = None,
         scaler: Any = None,
+        on_bad_batch: str = "end",
     ):
+        if on_bad_batch not in list(OnBadBatch):
+            raise ValueError(f'on_bad_batch={on_bad_batch!r}: write "end" or "skip"')
         self.micro_batches_of = micro_batches if callable(micro_batches) else lambda iteration: micro_batches
         first = self.micro_batches_of(start_iteration)
         if first < 1 or train_iterations < start_iteration:
@@ -114,6 +126,8 @@ class Training:
         self._state = kind.state(torch.initial_seed() if seed is None else seed)
         self._member = self._join(current, kind)
         self._exchange = Exchange(current, lambda: self._member.links, self._groups(kind))
+        if self._member.groups is not None:
+            self._exchange.tells = self._member.groups.all_tell
         kind.adopt_exchange(self._exchange, self._state, current)
         self._pending = DeferredChanges()
         where = chosen_place()
@@ -153,8 +167,15 @@ class Training:
         self._stop_wanted = self._stop_agreed = self._stopping = False
         self._persistence = Persistence(self._member, self._state, checkpoints, self._local)
         self._saving = self._persistence.schedule
+        scaled = bool(scalers(self._optimizer)) or (scaler is not None and scaler.is_enabled())
+        judged = self._member, self._exchange, self._gradients, self._state
+        self._trials = Trials(*judged, OnBadBatch(on_bad_batch), scaled)
         self._reporter = RankReporter(self._at, self._member, self._gradients, self._persistence, parameters, flops)
         self._reporter.micro_batches_of = self.micro_batches_of
+        self._pacing = Pacing(self._member, self._gradients.group)
+        self._reporter.share = lambda: self._pacing.share
+        wanted = check_settings() if self._channel is not None else (0, 0)
+        self._checks = Checks(self._member, self._gradients, self._state, lambda: self._exchange.tells(), wanted)
         self._member.report = self._reporter.status
         if self._channel is not None:
             self._channel.progress = self._reporter.progress
@@ -206,9 +227,11 @@ class Training:
         began = time.perf_counter()
         self._agreed_offer, self._committed, self._disturbed = None, False, False
         self._saving.begin_iteration()
+        self._trials.begin_iteration()
+        self._checks.begin_iteration(self.micro_batches)
         assigned, total = self._next_assignment, self.micro_batches
         if assigned is None:
-            assigned = deal(total, self._member.replicas, self._member.replica, self.layout.lanes)
+            assigned = self._pacing.deal(total)
         self._next_assignment = None
         self._at.moment = Ledger(self._at.iteration, total, assigned), "computing"
         self._gradients.begin_iteration(self._ordered_next or self._member.replicas * self.layout.lanes > total, total)
@@ -217,9 +240,13 @@ class Training:
         return self._until_stepped(began)
 
     def _until_stepped(self, began: float) -> StepResult:
+        again = False
         while True:
             try:
-                self._gradients.compute(self._at.ledger)
+                if again:
+                    self._try_again()
+                    again = False
+                self._compute()
                 self._member.note_moment("computed")
                 self._leave_schedule()
                 self._set_phase("reducing")
@@ -227,14 +254,66 @@ class Training:
                 self._at.loss = self._reduce()
                 self._reduce_seconds = time.perf_counter() - reducing
                 return self._step(began)
+            except _Unsound:
+                again = True
+            except CorruptState as found:
+                self._checks.count_return(self._at.ledger.iteration)
+                self._member.note = self._checks.fault(found.verdict, self._at.ledger.iteration)
+                self.go_back()
+            except AuditAgain:
+                self._leave_try()
+                self._gradients.drop()
+                self._at.ledger.discard()
             except _Again:
-                continue
+                again = False
             except (PeerLost, RuntimeError) as error:
                 undone = self._local.sharded  # a plan can undo the step
                 if (self._committed and not undone) or not self._is_loss(error):
                     raise
+                again = False
                 if self._recover(error):
                     raise LedgerError("a plan steps an iteration that this rank has not reduced") from error
+
+    def _compute(self) -> None:
+        """Compute all that the ledger owes; each round by itself if the iteration was no step before."""
+        ledger, lanes = self._at.ledger, self.layout.lanes
+        if not self._trials.under_way:
+            if self._checks.audits(ledger.iteration):
+                self._checks.compute(ledger, self._gradients.compute)
+            self._pacing.compute(ledger, self._gradients.compute)
+            return
+        self._gradients.hold_reduces()
+        owed, assigned = ledger.todo(), ledger.assigned
+        for first in range(0, len(owed), lanes) or [0]:
+            ledger.assigned = [*ledger.done, *owed[first : first + lanes]]
+            self._gradients.compute(ledger)
+            self._trials.note_apart(ledger, owed[first : first + lanes])
+        ledger.assigned = assigned
+
+    def _try_again(self) -> None:
+        """Agree with all members on who computes what in another try of this iteration, which was no step; collective.
+        Raises UnsoundIteration, and PeerLost or RuntimeError if a member is gone."""
+        ledger, kept = self._at.ledger, self._leave_try()
+        marks = self._trials.marks(ledger, kept)
+        if not kept:
+            ledger.discard()
+        retry = self._trials.retry(ledger, marks, self._at.loss or 0.0)
+        if retry.skipped != ledger.skipped:
+            ledger.skipped = retry.skipped
+            self._gradients.begin_iteration(True, ledger.total - len(retry.skipped))
+        elif retry.drops:
+            self._gradients.drop()
+        if retry.drops:
+            ledger.discard()
+        ledger.reassign(retry.assigned)
+
+    def _leave_try(self) -> bool:
+        """Undo the reduce of an iteration that is no step; returns whether this rank's own sum is there again."""
+        self._committed = False
+        self._pending.forget()
+        self._set_phase("computing")
+        self._optimizer.zero_grad()  # an unfinished step has left `grad` as an alias of the gradient buffer
+        return self._gradients.restore()
 
     def _leave_schedule(self) -> None:
         """Leave the replica's schedule with all its ranks: all go on to the reduce, or all stop before it. Otherwise
@@ -275,10 +354,12 @@ class Training:
         """
         ledger = self._at.ledger
         proof = self._gradients.reduce(ledger, ledger.proof(self._stop_agreed))
-        Ledger.check_counts(self._at.iteration, proof.counts)
+        Ledger.check_counts(ledger.iteration, proof.counts, ledger.skipped)
         self._stopping = proof.wishes[0] > 0  # not in the commit, which a rank that steps by a plan may miss
         loss = proof.loss / max(self._gradients.proven(proof.all_tokens), 1.0)
-        return self._exchange.from_last_stage(loss)
+        loss = self._exchange.from_last_stage(loss)
+        self._trials.note_reduced(loss)
+        return loss
 
     def _commit(self) -> None:
         """Agree with all members right before the parameters change, after all other communication of the step. The
@@ -286,23 +367,41 @@ class Training:
         again."""
         if not self._committed and self._channel is not None:
             self._agree_to_step()
-        elif not self._committed and self._saving.by_clock:
-            self._saving.on_commit(self._exchange.commit(None, False, self._saving.wanted))
+        elif not self._committed:
+            told = self._told()
+            self._on_commit(self._exchange.commit(None, False, self._saving.wanted, False, self._trials.unsound, told))
         self._committed = True
         self._local.wait_copied()
         self._pending.apply()
 
     def _agree_to_step(self) -> None:
         self._local.wait_whole()  # before any rank overwrites the previous state
+        result = CommitResult()  # of a rank that steps by a plan
         with self._recovering():
             if self.layout.size > 1 and not self._local.sharded and self._watch.lost():
                 raise PeerLost("the norm of the gradients may be garbage")  # a collective in the replica was aborted
-            self._set_phase("synced")
-            saving = self._saving
-            result = self._exchange.commit(self._watch.offer, self._gradients.first, saving.wanted, saving.busy)
-            saving.on_commit(result)
+            unsound = self._trials.unsound
+            if not unsound:  # otherwise no plan may step it
+                self._set_phase("synced")
+            saving, first, told = self._saving, self._gradients.first, self._told()
+            result = self._exchange.commit(self._watch.offer, first, saving.wanted, saving.busy, unsound, told)
             self._agreed_offer, self._ordered_next = result.offer, result.first
+        self._on_commit(result)
         self._watch.hold_off(not self._local.sharded)  # from here on the step waits for no peer
+
+    def _on_commit(self, result: CommitResult) -> None:
+        """Take in what all members have agreed to. Raises an exception, in all of them, if the iteration is no step."""
+        if result.unsound:
+            self._checks.forget()
+            raise _Unsound
+        ledger = self._at.ledger
+        if self._checks.hear(ledger.iteration, self._pacing.heard(result.told, ledger.total)):
+            self._persistence.note_verified(ledger.iteration)
+        self._saving.on_commit(result)
+
+    def _told(self) -> list[float]:
+        ledger = self._at.ledger
+        return [*self._pacing.told(ledger), *self._checks.told(ledger.iteration)] if self._exchange.tells() else []
 
     @contextlib.contextmanager
     def _recovering(self) -> Iterator[None]:
@@ -322,6 +421,7 @@ class Training:
         self._commit()  # an overflow skips the step, and the commit in it
         if self._scheduler is not None and succeeded:
             self._scheduler.step(increment=self._at.ledger.total * self._size)
+        self._trials.settle(self._at.ledger)
         self._state.loss = self._at.loss
         with self._recovering():  # with its copies in other nodes, before the gradients are zeroed
             self._local.keep_step(self._at.ledger.iteration + 1)
@@ -365,6 +465,25 @@ class Training:
                 raise LedgerError("a plan steps an iteration that has not begun") from error
             self._next_assignment = list(self._at.ledger.assigned)
 
+    def go_back(self) -> None:
+        """Give up the training state, because it is unsound, and go on from the last verified one. Every member calls
+        it at the same point of the same iteration, when it knows that all others know. Always raises RankRejoined, in
+        a generation that begins with that state."""
+        member = self._member
+        member.moments = {"caught": time.monotonic()}
+        self._agreed_offer = None
+        with contextlib.suppress(PeerLost, RuntimeError):  # a peer that is gone does not matter any more
+            self._exchange.wait_until_sent()
+        self._pending.forget()
+        self._persistence.go_back()
+        member.give_up_state(self._gradients.drain)
+        self._gradients.drop()
+        plan = member.enter_until_in(member.wait_plan())
+        self._ordered_next, self._committed, self._disturbed, self._self_stops = True, False, True, 0
+        member.publish("running")
+        self._next_assignment = self._assignment_of(plan)
+        raise RankRejoined
+
     def _assignment_of(self, plan: Plan) -> list[int] | None:
         """Return the micro-batches that the plan gives this replica. Ranks about to step report the total of the next
         iteration, which may be larger, so the plan may have more."""
@@ -401,6 +520,12 @@ class Training:
             self._disturbed = True
             return True
         self._committed = False
+        self._trials.begin_iteration()
+        self._checks.begin_iteration(self._at.ledger.total)
+        if self._at.ledger.skipped:  # which the plan has dealt again, and the others have another weight
+            self._at.ledger.skipped = frozenset()
+            self._gradients.begin_iteration(True, self._at.ledger.total)
+            self._at.ledger.drop()
         self._optimizer.zero_grad()  # an unfinished step has left `grad` as an alias of the gradient buffer
         if not self._gradients.restore():
             self._at.ledger.drop()

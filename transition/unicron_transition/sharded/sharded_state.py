@@ -25,7 +25,7 @@ from unicron_transition.seams import elastic_buckets
 from unicron_transition.seams.table import UnsupportedLayout
 from unicron_transition.sharded.buffer_pool import BufferPool
 from unicron_transition.sharded.shards import Shards
-from unicron_transition.snapshot import contents
+from unicron_transition.snapshot import checkpoint_file, contents
 from unicron_transition.snapshot.checkpoint import Checkpoints, Writer
 from unicron_transition.snapshot.cuts import Cuts
 from unicron_transition.snapshot.frozen import UntrainedTensors
@@ -191,6 +191,16 @@ class ShardedState(LocalState):
         self._exchange.all_there()
         self.shards.confirm(version)
         self._version = version
+
+    # ------------------------------------------------------------ what audits have found
+    def _remove_images_after(self, iteration: int) -> None:
+        self.wait_whole()
+        self.shards.drop_after(iteration)
+        if (folder := memory_folder()) is not None:
+            try:
+                checkpoint_file.remove_after(folder, iteration, self._cuts.forget)
+            except OSError as error:
+                warn(f"unsound training states after iteration {iteration} could not be removed from memory: {error}")
 
     # ------------------------------------------------------------ checkpoints' files
     @property

@@ -303,6 +303,11 @@ class Shards:
             for buffer in old.shards.values():
                 self.pool.discard(buffer)
 
+    def drop_after(self, version: int) -> None:
+        """Drop all sets after `version` for good: they are unsound."""
+        for key in [key for key in self._sets if key[1] > version]:
+            self._pass_over(key)
+
     def _drop_spoiled(self, old: _Set | None) -> None:
         """Drop shards that have changed in memory since they were sealed."""
         if old is None:

@@ -240,6 +240,38 @@ class Checkpoints:
     def _nothing_sound(self, folder: Path | None = None) -> str:
         return f"no checkpoint can be read: move {folder or self.folder} away to start anew"
 
+    # ------------------------------------------------------------ what audits have found
+    @property
+    def verified(self) -> int:
+        """The iteration of the newest checkpoint that an audit has found sound; -1 for none."""
+        with contextlib.suppress(OSError):
+            return next((each.iteration for each in self.whole_ones() if each.verified), -1)
+        return -1
+
+    def note_verified(self, iteration: int, mark: str) -> None:
+        """Note that an audit has found the state in the checkpoint of `iteration` sound. Its files, of this mark, may
+        not be complete yet."""
+        try:
+            if self.destination is not None:
+                folders.note_verified(self.destination, iteration, mark)
+        except OSError as error:
+            warn(f"the checkpoint of iteration {iteration} is verified, but could not be marked so: {error}")
+
+    def set_aside_after(self, iteration: int) -> None:
+        """Set all checkpoints after `iteration` aside: their states are unsound."""
+        self.wait_written()
+        self._written, self.newest = None, min(self.newest, max(0, iteration))
+        if self.destination is None:
+            return
+        try:
+            moved = folders.set_aside_after(self.destination, iteration)
+        except OSError as error:
+            warn(f"unsound checkpoints after iteration {iteration} could not be renamed: {error}: move them away")
+            return
+        if moved:
+            names = ", ".join(each.name for each in moved)
+            inform(f"set aside, because the training state in them is unsound: {names} in {self.destination}")
+
     @property
     def destination(self) -> Path | None:
         """The folder for new checkpoints, None if they are only read."""

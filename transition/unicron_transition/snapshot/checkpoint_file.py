@@ -34,6 +34,7 @@ from unicron_transition.snapshot.image_format import (
     DIGEST,
     LEAF,
     SHARD,
+    STATE,
     SUFFIX,
     UNTRAINED_KIND,
     BadImage,
@@ -62,6 +63,7 @@ Write = Callable[[Data], None]
 LEAST_SLICE = 64 << 20  # bytes; smaller slices save little time
 MOST_SLICES = 8  # slices of a file: every rank that reads a checkpoint opens all of its files
 _SLICE = re.compile(r"\.slice-(\d+)-of-(\d+)\.")
+VERIFIED_SUFFIX = "verified"  # of a file that says that an audit has found the state of this mark sound
 DAMAGE_SUFFIX = "damaged"  # of a file that says that another one is damaged, or one of the files of a mark
 
 
@@ -303,6 +305,19 @@ def remove_half_aside(memory: Path, slot: int) -> None:
     for path in memory.glob(f"{ASIDE}{slot}-*.{UNTRAINED_KIND}"):
         if not path.with_suffix(SUFFIX).exists():
             path.unlink(missing_ok=True)
+
+
+def remove_after(memory: Path, iteration: int, on_removal: Callable[[Path], None] = lambda path: None) -> None:
+    """Remove all images of training states after `iteration`: own ones, cuts, copies of other nodes' and those set
+    aside, because they are unsound. on_removal: called with each file before. Raises OSError."""
+    for found in inventory(memory):
+        if found.key.iteration <= iteration or found.key.kind not in (STATE, SHARD):
+            continue
+        on_removal(found.path)
+        if found.path.name.startswith(ASIDE):
+            release_aside(found.path)
+        else:
+            found.path.unlink(missing_ok=True)
 
 
 def is_aside(image: Path) -> bool:

@@ -12,7 +12,7 @@ import msgpack
 
 from unicron_detector.processes.rank_messages import Cut
 from unicron_transition.snapshot.checkpoint_file import is_aside
-from unicron_transition.snapshot.image_format import SUFFIX, Image, Key, inventory, write_note
+from unicron_transition.snapshot.image_format import SUFFIX, Image, ImagePage, Key, inventory, write_note
 
 NOTE = "cut.msgpack"  # beside the images
 CUT_PREFIX = "cut-"  # images that later ones do not overwrite
@@ -28,12 +28,20 @@ def ring_paths(folder: Path, name: str, slot: int, count: int = BUFFERS) -> list
 class ImageRing:
     """Files of one folder that only one process writes, in turn."""
 
-    def __init__(self, paths: Sequence[Path], unmap: Callable[[Path], None] = lambda path: None, replace: bool = False):
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        unmap: Callable[[Path], None] = lambda path: None,
+        replace: bool = False,
+        holds_verified: bool = False,
+    ):
         self.paths = list(paths)
         self._unmap = unmap  # called with a file before its mapping is released
         self._replace = replace  # make each image a new file, so that readers keep their mapping of the old one
+        self._holds_verified = holds_verified  # the newest verified image stays until another one is verified
         self._images: dict[Path, Image] = {}
         self._last: Path | None = None  # the file that this process wrote last
+        self._verified: Path | None = None  # the file with that image, as far as it was looked for
 
     def write(
         self, key: Key, head: bytes, data_bytes: int, fill: Callable[[Image], bytes | None], needed: int = -1
@@ -64,12 +72,32 @@ class ImageRing:
 
     def _next(self, needed: int) -> Path:
         """Choose a file that neither holds iteration `needed` nor was written last. A new process begins with the
-        oldest iteration, so that the newest one of the process before is overwritten last."""
+        oldest iteration, so that the newest one of the process before is overwritten last. The verified image stays in
+        any case, even if then only the needed one is left to overwrite."""
         if self._last is not None and needed < 0:
-            return self.paths[(self.paths.index(self._last) + 1) % len(self.paths)]
-        left = {found.path: found.key.iteration for found in inventory(self.paths[0].parent)}
-        free = [path for path in self.paths if needed < 0 or left.get(path) != needed]
-        return min(free or self.paths, key=lambda path: (path == self._last, left.get(path, -1)))
+            after = self.paths.index(self._last) + 1
+            return next(path for path in (*self.paths[after:], *self.paths[:after]) if path != self._verified)
+        there = [found for found in inventory(self.paths[0].parent) if found.path in self.paths]
+        left = {found.path: found.key.iteration for found in there}
+        self._verified = self._newest_verified(there)  # also that of an earlier process
+        others = [path for path in self.paths if path != self._verified]
+        free = [path for path in others if needed < 0 or left.get(path) != needed]
+        return min(free or others, key=lambda path: (path == self._last, left.get(path, -1)))
+
+    def _newest_verified(self, there: Sequence[ImagePage]) -> Path | None:
+        """Return the file that must stay because it holds the newest verified image; None if there is none."""
+        found = [each for each in there if each.verified] if self._holds_verified else []
+        return max(found, key=lambda each: (each.key.iteration, each.key.base)).path if found else None
+
+    def note_verified(self) -> None:
+        """Take in that images of it were marked as verified, or removed."""
+        there = [found for found in inventory(self.paths[0].parent) if found.path in self.paths]
+        self._verified = self._newest_verified(there)
+
+    def forget(self, path: Path) -> None:
+        """Release the mapping of a file that is removed."""
+        self._release(path)
+        self._last = None if path == self._last else self._last
 
     def resume_after(self, path: Path) -> bool:
         """Treat a file of an earlier process as the last one written; False if it is not in the ring."""
@@ -90,7 +118,7 @@ class ImageRing:
     def remove(self) -> None:
         """Remove the files, which frees their memory. Raises OSError."""
         self.release()
-        self._last = None
+        self._last = self._verified = None
         for path in self.paths:
             path.unlink(missing_ok=True)
 
@@ -179,6 +207,11 @@ class Cuts:
     def paths(self, kind: str) -> list[Path]:
         """Return the files of one kind of image."""
         return self._ring(kind).paths
+
+    def forget(self, path: Path) -> None:
+        """Release the mapping of a file that is removed."""
+        for ring in self._rings.values():
+            ring.forget(path)
 
     def release(self) -> None:
         """Release the mappings."""

@@ -16,12 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from unicron_transition.snapshot.checkpoint_file import DAMAGE_SUFFIX
+from unicron_transition.snapshot.checkpoint_file import DAMAGE_SUFFIX, VERIFIED_SUFFIX, folder_name
 from unicron_transition.snapshot.image_format import Key
 
 FOREIGN = "foreign"  # the mark of a checkpoint of another format
 STALE_SECONDS = 86400.0  # the age of an unfinished file, or a marker, whose process must have died
 HOLDER_SUFFIX = "held."  # the start of a marker's name in a checkpoint's folder
+UNSOUND_SUFFIX = "unsound"  # of the folder of a checkpoint that is set aside, because its state was found to be wrong
 FOLDER = re.compile(r"iteration-(\d+)")
 _FILE = re.compile(
     r"([0-9a-f]{8})\.place-(\d+)-of-(\d+)\.shard-(\d+)-of-(\d+)(?:\.slice-(\d+)-of-(\d+)\.([0-9a-f]{8}))?\.image"
@@ -53,6 +54,11 @@ class WholeCheckpoint(NamedTuple):
         """The folder of its files."""
         return self.paths[0] if self.foreign else self.paths[0].parent
 
+    @property
+    def verified(self) -> bool:
+        """Whether an audit has found its state sound."""
+        return not self.foreign and (self.folder / f"{self.mark}.{VERIFIED_SUFFIX}").exists()
+
 
 def whole(folder: Path) -> list[WholeCheckpoint]:
     """List the whole checkpoints in `folder`, the newest first. Raises OSError."""
@@ -75,11 +81,13 @@ def prunes(key: Key) -> bool:
 
 def prune(folder: Path, keep: int) -> int:
     """Remove checkpoints older than the newest `keep`, unless they are held, and return the newest iteration, -1 if no
-    checkpoint is whole. Others can do so at the same time. Raises OSError."""
-    iterations = sorted({each.iteration for each in whole(folder)}, reverse=True)
+    checkpoint is whole. The newest verified one stays, too. Others can do so at the same time. Raises OSError."""
+    there = whole(folder)
+    iterations = sorted({each.iteration for each in there}, reverse=True)
     oldest = iterations[keep - 1] if len(iterations) >= keep else 0
+    verified = next((each.iteration for each in there if each.verified), -1)
     for iteration, path in _folders(folder):
-        if iteration < oldest and not _is_held(path):
+        if iteration < oldest and iteration != verified and not _is_held(path):
             shutil.rmtree(path, ignore_errors=True)
     for _, path in _folders(folder):
         for name in _names(path):
@@ -87,6 +95,31 @@ def prune(folder: Path, keep: int) -> int:
                 with contextlib.suppress(OSError):
                     (path / name).unlink()
     return iterations[0] if iterations else -1
+
+
+# ------------------------------------------------------------ what is known of a state
+def note_verified(folder: Path, iteration: int, mark: str) -> None:
+    """Note that an audit has found the state of `iteration` with this mark sound. The note may come before the files.
+    Raises OSError."""
+    path = folder / folder_name(iteration)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / f"{mark}.{VERIFIED_SUFFIX}").touch()
+
+
+def set_aside_after(folder: Path, iteration: int) -> list[Path]:
+    """Rename the folders of all checkpoints after `iteration`, whose states are unsound, so that nobody begins from
+    them. Nothing is removed. Returns their new names. Raises OSError."""
+    moved = []
+    for at, path in sorted(_folders(folder)):
+        if at <= iteration:
+            continue
+        new = path.with_name(f"{path.name}.{UNSOUND_SUFFIX}")
+        if new.exists():  # from an earlier time
+            new = new.with_name(f"{new.name}.{secrets.token_hex(4)}")
+        with contextlib.suppress(FileNotFoundError):  # another rank has just done it
+            path.rename(new)
+            moved.append(new)
+    return moved
 
 
 # ------------------------------------------------------------ holding checkpoints

@@ -17,7 +17,7 @@ import struct
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -50,6 +50,7 @@ _TORN, _WHOLE = struct.pack("<I", 0), struct.pack("<I", 1)
 _FRONT = struct.Struct(f"<8sI4sIIQQ{DIGEST}s{DIGEST}s")
 _STATE = slice(12, 16)  # the place of the state in it
 _KEY = _FRONT.size + DIGEST  # the place of the key, after the digest of front and key
+_MARK = slice(PAGE - DIGEST, PAGE)  # the place of the mark of a verified state, which release 0.2 does not read
 # torch's name of a type -> the numpy type that moves it
 RAW = {
     "float64": "<f8",
@@ -221,7 +222,7 @@ def _data_offset(head_bytes: int) -> int:
 
 def _page(key: Key, head: bytes, offset: int, data_bytes: int, data_digest: bytes) -> bytes:
     about = msgpack.packb(vars(key))
-    if _KEY + len(about) > PAGE:
+    if _KEY + len(about) > _MARK.start:
         raise ValueError("the image's key is too long")
     fixed = _FRONT.pack(
         _MAGIC, IMAGE.number, _WHOLE, len(about), len(head), offset, data_bytes, digest(head), data_digest
@@ -242,6 +243,8 @@ class ImagePage:
     digest: bytes  # of the data
     number: int = IMAGE.number
     """The number of its format."""
+    verified: bool = field(default=False, compare=False)
+    """Whether an audit has found the state sound. It is still the same image afterwards."""
 
     @property
     def used(self) -> int:
@@ -410,7 +413,26 @@ def read_page(path: Path) -> ImagePage:
     except (TypeError, ValueError) as error:
         raise BadImage(f"{path}: not an image of this release ({error})") from None
     head_bytes, offset, data_bytes, head_digest, data_digest = rest
-    return ImagePage(path, key, head_bytes, head_digest, offset, data_bytes, data_digest, version)
+    verified = page[_MARK] == _verified_mark(page)
+    return ImagePage(path, key, head_bytes, head_digest, offset, data_bytes, data_digest, version, verified)
+
+
+def _verified_mark(page: bytes) -> bytes:
+    """Return the mark of a verified image. It follows from the page's own digest, so a mark that an earlier image has
+    left in the file counts for nothing."""
+    return digest(b"verified" + page[_FRONT.size : _KEY])
+
+
+def mark_verified(found: ImagePage) -> None:
+    """Mark an image as verified, unless another one has taken its file. Raises OSError."""
+    descriptor = os.open(found.path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        page = os.pread(descriptor, _KEY, 0)
+        with contextlib.suppress(BadImage):
+            if read_page(found.path) == found:
+                os.pwrite(descriptor, _verified_mark(page), _MARK.start)
+    finally:
+        os.close(descriptor)
 
 
 def memory_folder(environment: Mapping[str, str] = os.environ) -> Path | None:

@@ -10,6 +10,7 @@ whole.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -24,7 +25,15 @@ from unicron_transition.iteration.rank_log import warn
 from unicron_transition.snapshot import checkpoint_file, contents
 from unicron_transition.snapshot.checkpoint_file import Aside, Slice
 from unicron_transition.snapshot.cuts import Cuts, ImageRing, ring_paths
-from unicron_transition.snapshot.image_format import STATE, DataDigest, Image, Key, inventory, memory_folder
+from unicron_transition.snapshot.image_format import (
+    STATE,
+    DataDigest,
+    Image,
+    Key,
+    inventory,
+    mark_verified,
+    memory_folder,
+)
 from unicron_transition.snapshot.worker import Worker
 
 EVERY = "UNICRON_MEMORY_EVERY"
@@ -74,8 +83,9 @@ class Keeper:
         self._say = tell
         self.trouble = ""  # why the last copy failed
         self.needed = -1  # the iteration with which the generation began: not overwritten before another one is whole
+        self._base = -1  # the generation of the last copy
         self._gpu = _GpuCopier()
-        self._ring = ImageRing(ring_paths(folder, STATE, slot), self._gpu.unpin)
+        self._ring = ImageRing(ring_paths(folder, STATE, slot), self._gpu.unpin, holds_verified=True)
         self.cuts = Cuts(folder, slot, tell, self._gpu.unpin)
         self.aside = Aside()
         self._failures = self._pause = 0
@@ -98,7 +108,7 @@ class Keeper:
         found = gatherer.contents()
         head = contents.head_of(gatherer.state, found.about, iteration, writer.layout)
         path = checkpoint_file.aside_path(self.folder, self.slot, iteration, aside) if aside is not None else None
-        key = writer.key(iteration, STATE, self.slot, base)
+        key, self._base = writer.key(iteration, STATE, self.slot, base), base
         task = _Copy(key, head, found, found.still(), _event(found.tensors), path)
         self._copied.clear()
         try:
@@ -133,6 +143,16 @@ class Keeper:
         if its >= newest:
             self._worker.submit_or_run(self._ring.remove)
 
+    def note_verified(self, iteration: int, mark: str) -> None:
+        """Let the thread mark this rank's newest image up to `iteration` as verified, since a wrong state stays wrong.
+        It stays until a newer one is verified. mark: of the state of `iteration`."""
+        self._worker.submit_or_run(lambda: self._mark_verified(iteration, mark))
+
+    def remove_after(self, iteration: int) -> None:
+        """Remove all images in this node's memory of states after `iteration`, because they are unsound."""
+        self.wait_whole()
+        self._worker.submit_or_run(lambda: self._remove_after(iteration)).exception()
+
     def remove_unwanted_cuts(self) -> None:
         """Let the thread remove the cuts, after pending copies, if the controller wants none."""
         if self.cuts.unwanted:
@@ -148,6 +168,32 @@ class Keeper:
         self._worker.close()
 
     # ------------------------------------------------------------ the thread
+    def _mark_verified(self, iteration: int, mark: str) -> None:
+        for own in (self._ring.paths, self.cuts.paths(STATE)):
+            found = [
+                each
+                for each in inventory(self.folder)
+                if each.path in own
+                and (each.key.mark == mark if each.key.iteration == iteration else each.key.base == self._base)
+                and each.key.iteration <= iteration
+            ]
+            if found:
+                with contextlib.suppress(OSError):  # then it only counts as not verified
+                    mark_verified(max(found, key=lambda each: (each.key.iteration, each.key.base)))
+        self._ring.note_verified()
+
+    def _remove_after(self, iteration: int) -> None:
+        try:
+            checkpoint_file.remove_after(self.folder, iteration, self._forget)
+        except OSError as error:
+            self._say(f"unsound training states after iteration {iteration} could not be removed from memory: {error}")
+        self._ring.note_verified()
+        self.needed = self.needed if self.needed <= iteration else -1
+
+    def _forget(self, path: Path) -> None:
+        self._ring.forget(path)
+        self.cuts.forget(path)
+
     def _run(self, task: _Copy) -> None:
         try:
             self._copy(task)

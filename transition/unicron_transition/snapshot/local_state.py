@@ -31,6 +31,12 @@ class LocalState:
         self._filing: Aside | None = None  # the image set aside for the agent
         self._asked = False
         self._came = False  # an image from another node came since the last look
+        self.went_back: int | None = None
+        """This rank has given its state up, which is unsound, and has not begun another one yet: the newest iteration
+        that it knows to be verified, -1 for none."""
+        self.verified = -1
+        """The newest iteration that an audit has found sound, as far as this rank knows."""
+        self._began = -1  # the first iteration that this process knows
 
     # ------------------------------------------------------------ before a generation
     def find_start(self, checkpoints: Checkpoints | None, start: int, writer: Callable[[], Writer]) -> int:
@@ -69,8 +75,39 @@ class LocalState:
         part, and return this rank's iteration."""
         return iteration
 
-    def goes_on(self, iteration: int) -> None:
-        """Note that the generation begins with the state after which `iteration` comes next."""
+    def goes_on(self, iteration: int, first: bool = False) -> None:
+        """Note that the generation begins with the state after which `iteration` comes next. first: this rank is the
+        first member."""
+        self._began = iteration if self._began < 0 else self._began
+        if self.went_back is not None:  # what was kept meanwhile, also by others, is unsound as well
+            self._remove_images_after(iteration)
+            self._set_aside_after(iteration, first)
+            self.went_back, self.verified = None, min(self.verified, iteration)
+
+    # ------------------------------------------------------------ what audits have found
+    def note_verified(self, iteration: int, mark: str) -> None:
+        """Note that an audit has found the state with which `iteration` began sound. mark: of its images."""
+        self.verified = max(self.verified, iteration)
+
+    def go_back(self, writer: Writer, first: bool) -> int:
+        """Give up the state, which is unsound, with everything kept of it since the last verified one. If none is, only
+        checkpoints are left that are no newer than the state with which this process began. Afterwards
+        :meth:`reachable_states` lists sound states only. Waits for no other rank. first: this rank sets the checkpoints
+        aside. Returns the newest iteration that is left.
+        """
+        saved = self._checkpoints.verified if self._checkpoints is not None else -1
+        self.went_back = verified = max(self.verified, saved)
+        left = verified if verified >= 0 else self._began
+        self._remove_images_after(verified)
+        self._set_aside_after(left, first or verified < 0)  # another rank may have begun later
+        return left
+
+    def _remove_images_after(self, iteration: int) -> None:
+        """Remove the states after `iteration` from this node's memory."""
+
+    def _set_aside_after(self, iteration: int, first: bool) -> None:
+        if first and self._checkpoints is not None:
+            self._checkpoints.set_aside_after(iteration)
 
     # ------------------------------------------------------------ in an iteration
     def wait_copied(self) -> None:

@@ -35,11 +35,19 @@ class Beginnings:
     Raises :class:`checkpoint.CheckpointError` if there are checkpoints and none can be used.
     """
 
-    def __init__(self, memory: Path | None, checkpoints: Checkpoints | None, start: int, writer: Writer):
+    def __init__(
+        self,
+        memory: Path | None,
+        checkpoints: Checkpoints | None,
+        start: int,
+        writer: Writer,
+        newest: int | None = None,
+    ):
+        self._newest = newest  # nothing later is a choice; None for no such limit
         self._memory, self._checkpoints = memory, checkpoints
         self._start = start  # the iteration with which the script begins
         self._writer = writer  # the rank's place and layout
-        self.untouched = True  # the state is still the script's own
+        self.untouched = newest is None  # the state is still the script's own
         self._has_state = False  # the rank has the job's
         self._images: list[image_format.ImagePage] = []
         self._files: list[WholeCheckpoint] = []
@@ -61,6 +69,11 @@ class Beginnings:
     def newest(self) -> int:
         """The iteration to begin with if no rank has another."""
         return max((iteration for iteration, _ in self.choices), default=self._start)
+
+    @property
+    def verified(self) -> int:
+        """The newest iteration of which an image in memory is verified; -1 if there is none."""
+        return max((each.key.iteration for each in self._images if each.verified), default=-1)
 
     def take_up(self, state: TrainingState, iteration: int | None) -> int:
         """Restore `iteration`, or the newest one, into `state`, from memory or else from files, and return the
@@ -101,6 +114,9 @@ class Beginnings:
         self._files = self._checkpoints.choices() if self._checkpoints is not None else []
         there = image_format.inventory(self._memory, self._passed_over) if self._memory is not None else ()
         found = [each for each in there if self._is_mine(each)]
+        if self._newest is not None:
+            found = [each for each in found if each.key.iteration <= self._newest]
+            self._files = [each for each in self._files if each.iteration <= self._newest]
         self._images = sorted(found, key=lambda each: (each.key.iteration, each.key.base), reverse=True)
 
     def _passed_over(self, error: image_format.BadImage) -> None:
@@ -160,13 +176,15 @@ class WholeState(LocalState):
         self._nodes: list[int] = []  # that train this place, in this generation
         self._gives = False  # other nodes might need copies of it, in this generation
         self._aside: Slice | None = None  # of a file for which the next copy is set aside
+        self._start = 0
 
     # ------------------------------------------------------------ before a generation
     def find_start(self, checkpoints: Checkpoints | None, start: int, writer: Callable[[], Writer]) -> int:
-        every = copy_interval()
+        every, self._start = copy_interval(), start
         self._folder, self._checkpoints = memory_folder() if every else None, checkpoints
         self.note_destination()
         self._beginnings = Beginnings(self._folder, checkpoints, start, writer())
+        self.verified = self._beginnings.verified
         if self._folder is not None:
             self._keeper = keeper = Keeper(self._folder, self._slot, every)
             self._cuts, self._filing = keeper.cuts, keeper.aside
@@ -195,10 +213,30 @@ class WholeState(LocalState):
             return None
         return self._beginnings.take_up(self._state, plan.iteration)
 
-    def goes_on(self, iteration: int) -> None:
+    def goes_on(self, iteration: int, first: bool = False) -> None:
+        super().goes_on(iteration, first)
         if self._keeper is not None:
             self._keeper.wait_whole()
             self._keeper.needed = iteration
+
+    # ------------------------------------------------------------ what audits have found
+    def note_verified(self, iteration: int, mark: str) -> None:
+        super().note_verified(iteration, mark)
+        if self._keeper is not None:
+            self._keeper.note_verified(iteration, mark)
+
+    def go_back(self, writer: Writer, first: bool) -> int:
+        self._has_state, left = False, super().go_back(writer, first)
+        try:
+            self._beginnings = Beginnings(self._folder, self._checkpoints, self._start, writer, left)
+        except CheckpointError as error:  # all files are damaged: others may have a state in memory
+            warn(str(error))
+            self._beginnings = Beginnings(self._folder, None, self._start, writer, left)
+        return left
+
+    def _remove_images_after(self, iteration: int) -> None:
+        if self._keeper is not None:
+            self._keeper.remove_after(iteration)
 
     # ------------------------------------------------------------ in an iteration
     def wait_copied(self) -> None:

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from unicron_detector.chaos import memory_cage
-from unicron_detector.chaos.inject import EXCEPTIONS, FAULTS, InjectError, Injector, parse
+from unicron_detector.chaos.inject import EXCEPTIONS, FAULTS, InjectError, Injector, duration, parse
 from unicron_detector.failures.classify import default_classifier
 
 EXPECTED = {
@@ -43,6 +43,14 @@ def test_an_injected_exception_is_what_the_table_takes_it_for(kind):
         ("slow:nan", "write a factor above 1"),
         ("rank-kill:9", "write rank-kill"),
         ("full-disk:2", "write full-disk"),
+        ("flip", "use one of flip:forward"),
+        ("flip:card", "use one of flip:forward"),
+        ("flip:forward:64", "a bit from 0 (the lowest) to 63"),
+        ("flip:forward:-1", "a bit from 0"),
+        ("flip:forward:3:twice", "a bit from 0"),
+        ("flip:forward:once:3", "a bit from 0"),
+        ("nan:file", "use one of nan:forward"),
+        ("nan:forward:3", "write nan:forward"),
     ],
 )
 def test_wrong_faults_say_what_is_right(fault, says):
@@ -52,7 +60,7 @@ def test_wrong_faults_say_what_is_right(fault, says):
 
 
 def test_every_fault_can_be_named():
-    details = {"exception": ":ecc", "slow": ":2"}
+    details = {"exception": ":ecc", "slow": ":2", "flip": ":wire:3:once", "nan": ":forward"}
     assert [parse(name + details.get(name, ""))[0] for name in FAULTS] == list(FAULTS)
 
 
@@ -99,6 +107,38 @@ def test_a_corrupted_checkpoint_is_sent_once_for_every_order():
     injector.on_order({"fault": "corrupt-checkpoint"})
     injector.on_order({"fault": "corrupt-checkpoint"})
     assert [injector.spoils_transfer() for _ in range(3)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("fault", "seconds"),
+    [
+        ("flip:forward", 60.0),
+        ("flip:wire:3", 60.0),
+        ("flip:gradient:once", 0.0),
+        ("flip:weight:63", 0.0),
+        ("flip:file", 0.0),
+        ("nan:forward", 0.0),
+        ("rank-kill", 0.0),
+    ],
+)
+def test_a_defective_unit_lasts_and_what_strikes_once_takes_no_time(fault, seconds):
+    assert duration(fault, 0.0) == seconds
+    assert duration(fault, 5.0) == (5.0 if seconds or fault == "rank-kill" else 0.0)
+
+
+def test_a_silent_fault_is_due_until_its_time_is_over_or_until_it_has_struck():
+    now = [100.0]
+    injector = Injector(clock=lambda: now[0])
+    assert injector.flip_due("wire") is None
+    injector.on_order({"fault": "flip:wire", "seconds": 10.0})
+    injector.on_order({"fault": "flip:weight:3"})
+    unit = injector.flip_due("wire")
+    injector.flip_done(unit)
+    assert injector.flip_due("wire") is unit and 0 <= unit.bit_of(16) == unit.bit_of(16) < 16
+    now[0] = 110.5
+    assert injector.flip_due("wire") is None
+    injector.flip_done(injector.flip_due("weight"))
+    assert injector.flip_due("weight") is None
 
 
 def test_without_a_memory_cgroup_there_is_no_cage(monkeypatch):

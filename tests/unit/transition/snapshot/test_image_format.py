@@ -20,6 +20,7 @@ from tests.support.texts import raises_text
 from unicron_detector.formats import IMAGE
 from unicron_transition.snapshot import contents, image_format
 from unicron_transition.snapshot.image_format import (
+    DIGEST,
     PAGE,
     BadImage,
     DataDigest,
@@ -27,6 +28,7 @@ from unicron_transition.snapshot.image_format import (
     ImagePage,
     Key,
     inventory,
+    mark_verified,
     read_page,
 )
 
@@ -103,7 +105,7 @@ def test_an_image_takes_the_room_that_it_has_and_nobody_else_reads_it(tmp_path):
         Image(tmp_path / "no folder" / "a.image", 10, 10)
 
 
-def test_a_key_takes_a_page_at_most(tmp_path):
+def test_a_key_takes_a_page_at_most_and_leaves_room_for_the_mark_of_a_verified_state(tmp_path):
     image, fits = Image(tmp_path / "a.image", 10, 10), 0
     for length in range(PAGE - 400, PAGE):
         try:
@@ -112,8 +114,23 @@ def test_a_key_takes_a_page_at_most(tmp_path):
         except ValueError as error:
             assert "too long" in str(error)
             break
-    assert len(image.path.read_bytes()[:PAGE].rstrip(b"\0")) == PAGE, "the last one that fits fills it"
+    assert len(image.path.read_bytes()[:PAGE].rstrip(b"\0")) == PAGE - DIGEST, "the last one that fits fills it"
     assert read_page(image.path).key.mark == "x" * fits
+    mark_verified(read_page(image.path))
+    assert read_page(image.path).verified and read_page(image.path).key.mark == "x" * fits
+
+
+def test_the_mark_of_a_verified_state_ends_with_that_state(tmp_path):
+    image = Image(tmp_path / "a.image", 10, 10)
+    image.mark_whole(KEY, b"head", 10)
+    before = read_page(image.path)
+    mark_verified(before)
+    assert read_page(image.path).verified and read_page(image.path) == before, "it is still the same image"
+    image.mark_torn()
+    image.mark_whole(replace(KEY, iteration=KEY.iteration + 1), b"head", 10)
+    assert not read_page(image.path).verified
+    mark_verified(before)  # too late: another one has taken its place
+    assert not read_page(image.path).verified
 
 
 def test_a_file_of_another_kind_or_release_is_named_so(tmp_path, snapshot):

@@ -17,6 +17,7 @@ from unicron_ctl.agent.connections.step_tasks import StepTask
 from unicron_ctl.shared.protocol import ranges
 from unicron_ctl.shared.protocol.reach import first_open
 from unicron_ctl.shared.protocol.structs import Settings
+from unicron_ctl.shared.settings.config import AgentConfig
 from unicron_ctl.shared.slurm.host_lists import hosts
 from unicron_ctl.shared.system.addresses import canonical, endpoints, resolve_all
 from unicron_ctl.shared.system.errors import WRONG_USE, UserError
@@ -121,6 +122,13 @@ def memory_every(environment: Mapping[str, str]) -> int:
     return count(_set(environment), "UNICRON_MEMORY_EVERY", 1, least=0)
 
 
+def audits(environment: Mapping[str, str], options: AgentConfig) -> dict[str, str]:
+    """Return the ranks' variables for audits: what the job says, else what the node's configuration does. Raises
+    UserError."""
+    given, defaults = _set(environment), {"UNICRON_AUDIT": options.audit, "UNICRON_COMPARE": options.compare}
+    return {name: str(count(given, name, default, least=0)) for name, default in defaults.items()}
+
+
 def memory_rate(environment: Mapping[str, str]) -> float:
     """Return the most bytes a second for copies to other nodes; 0 for no limit. Raises UserError."""
     rate = number(_set(environment), "UNICRON_MEMORY_RATE", "1000", float, least=0.0)
@@ -177,6 +185,7 @@ def read_place(
     model = read_model(environment)
     memory_every(environment)  # a wrong value is reported before the job runs without it
     memory_rate(environment)
+    audits(environment, AgentConfig())
     return Place(
         job=job,
         element=count(environment, "SLURM_ARRAY_TASK_ID", 0, least=0) * block

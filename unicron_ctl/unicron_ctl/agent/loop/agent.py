@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from unicron_ctl.agent.connections.connections import connect
-from unicron_ctl.agent.connections.job_environment import Place
+from unicron_ctl.agent.connections.job_environment import Place, audits
 from unicron_ctl.agent.connections.rank_socket import from_rank
 from unicron_ctl.agent.connections.signals import ENDING, FOR_THE_SCRIPT, SAVES, SignalPipe, slurm_signals_all
 from unicron_ctl.agent.connections.step_tasks import others
@@ -76,6 +76,8 @@ class Agent:
         self._snapshots = open_snapshots(
             place, os.environ, self._to_all, self._plans.writers_before_at_rest, self.log.warn
         )
+        self._configuration = node_watch.configuration(self.log.warn, os.environ)
+        self._audits = audits(os.environ, self._configuration.agent)
         self.logs = RankLogs(os.environ, place.job)
         self._environment = rank_environment(place, net.ranks.endpoint, dict(os.environ), self._job_variables)
         self.ranks = self._make_ranks()
@@ -174,7 +176,7 @@ class Agent:
         return self.exit_code
 
     def _watch_node(self) -> None:
-        self._reports.node = node_watch.start(self.log.warn, os.environ)
+        self._reports.node = node_watch.start(self.log.warn, os.environ, self._configuration)
         self._net.polling.watch(self._reports.node.fileno(), self._reports.node_events)
 
     def close(self) -> None:
@@ -205,7 +207,8 @@ class Agent:
 
     def _job_variables(self) -> dict[str, str]:
         """Return the variables about the job of a process that starts now."""
-        return {**self._snapshots.memory.environment, **({"UNICRON_LAYOUT": self._layout} if self._layout else {})}
+        layout = {"UNICRON_LAYOUT": self._layout} if self._layout else {}
+        return {**self._snapshots.memory.environment, **self._audits, **layout}
 
     def _run_once(self) -> None:
         attempt = self._net.containment.attempt
@@ -451,7 +454,8 @@ class Agent:
 
     def _on_welcome(self, message: wire.Welcome) -> None:
         self._reports.configure(message.heartbeat_period, message.progress_seconds, message.brief)
-        self._reports.sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
+        sampling = message.metrics_seconds, message.metrics_directory, time.monotonic(), message.symptom_seconds
+        self._reports.sampling.configure(*sampling)
         self._layout, self._ending.notice_seconds = message.layout, message.notice_seconds
         self._snapshots.memory.open(message.run)
         again = self.registration.on_welcome()

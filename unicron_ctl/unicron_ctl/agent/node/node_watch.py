@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from unicron_ctl.shared.protocol import structs, wire
-from unicron_ctl.shared.settings.config import AgentConfig
+from unicron_ctl.shared.settings.config import AgentConfig, Config
 from unicron_ctl.shared.settings.config_file import load
 from unicron_ctl.shared.system.errors import UserError
-from unicron_detector.failures.classify import Classifier, default_classifier
+from unicron_detector.failures.classify import Classifier
 from unicron_detector.health.kernel_log import KMSG, KernelFaults, KernelLog, why_not
 from unicron_detector.health.links import LinkWatch, describe
 from unicron_detector.health.oom_kills import KILL_CODES, OomKills, counter_file
@@ -154,15 +154,19 @@ class NodeWatch:
             os.write(self._wake, b".")
 
 
-def start(warn: Warn, environment: Mapping[str, str]) -> NodeWatch:
-    """Start the watch by the node's unicron.toml and the environment: UNICRON_KMSG names the kernel log,
-    UNICRON_NODE_EVENTS=0 turns the watch off, UNICRON_LINKS replaces /sys/class. Never raises."""
-    options, classifier = AgentConfig(), default_classifier()
+def configuration(warn: Warn, environment: Mapping[str, str]) -> Config:
+    """Return the node's unicron.toml, or the defaults if it cannot be used. Never raises."""
     try:
-        loaded = load(environment=environment)
-        options, classifier = loaded.agent, loaded.classifier()
+        return load(environment=environment)
     except UserError as error:
         warn(f"the node is watched with the defaults: {error}")
+        return Config()
+
+
+def start(warn: Warn, environment: Mapping[str, str], loaded: Config) -> NodeWatch:
+    """Start the watch by the node's unicron.toml and the environment: UNICRON_KMSG names the kernel log,
+    UNICRON_NODE_EVENTS=0 turns the watch off, UNICRON_LINKS replaces /sys/class. Never raises."""
+    options, classifier = loaded.agent, loaded.classifier()
     options.kmsg = environment.get("UNICRON_KMSG") or options.kmsg or KMSG
     if environment.get("UNICRON_NODE_EVENTS") == "0":
         options.node_events = False

@@ -71,7 +71,8 @@ class Turns:
             else:
                 raise BrokenInvariant(f"the state machine does not come to rest in {job.phase}")
             runtime = self._runtime(job)
-            self._carry_out(swaps.advance(self._view, view, runtime.sensors.times, runtime.swaps))
+            sensors = runtime.sensors
+            self._carry_out(swaps.advance(self._view, view, sensors.times, runtime.swaps, sensors.peers.standing))
             self._revive_outsiders(job, view)
             self._carry_out(report_healed(view))
             self._carry_out(spares.report_spares(self._view, view, runtime.spares))

@@ -44,7 +44,7 @@ def perform(
     if name == "corrupt-checkpoint" and slot is None and node is None and job.state.members:
         slot = min(job.state.members)  # the next newcomer gets the state from it
     agent, slot = _target(job, slot, node)
-    lasts = seconds or inject.FAULTS[name][1]
+    lasts = inject.duration(fault, seconds)
     name_of_job, node = job.state.job, agent.node
     done = Injection(fault=fault, job=name_of_job, slot=slot, node=node, seconds=lasts, at=view.now, dry_run=dry_run)
     out = Outcome()

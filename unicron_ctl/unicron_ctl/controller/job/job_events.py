@@ -20,7 +20,7 @@ from unicron_ctl.controller.job.candidates import (
     of_another_size,
     waiting_elements,
 )
-from unicron_ctl.controller.job.modes import NO_STORE, Trigger, mode_of
+from unicron_ctl.controller.job.modes import NO_STORE, Trigger, given_up, mode_of
 from unicron_ctl.controller.model.job_state import JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.live import look_again
@@ -73,7 +73,19 @@ def _in_words(gone: Mapping[int, str]) -> str:
 
 
 def _regroup(view: View, job: JobView) -> Trigger | None:
-    return Trigger(Event.FAULT, job.state.regroup) if job.state.regroup else None
+    if job.state.regroup:
+        return Trigger(Event.FAULT, job.state.regroup)
+    return _unsound(view, job) if job.stopped else None
+
+
+def _unsound(view: View, job: JobView) -> Trigger | None:
+    """Members have given up their training state. All do so at the same moment, and a Break before they have heard of
+    it would keep their own."""
+    found = ((at, job.status(slot)) for slot, at in job.stopped.items())
+    since = [at for at, status in found if status is not None and status.went_back is not None]
+    if not since or (len(since) < len(job.unfinished) and view.now - min(since) < view.config.fault_grace):
+        return None
+    return Trigger(Event.FAULT, "the training state is unsound: all go back to one that is sound")
 
 
 def _relayout(view: View, job: JobView) -> Trigger | None:
@@ -313,7 +325,7 @@ def _all_reported(view: View, job: JobView) -> Trigger | None:
     relaid = _relayout(view, job)
     if relaid is not None and (_patient(view, job) if nobody else not _alike(job)):
         relaid = None
-    if nobody and relaid is None and may_come_back(view, job):
+    if nobody and relaid is None and not given_up(job) and may_come_back(view, job):
         return None
     return None if quorum.waits_for_majority(view, job, job.progress) else relaid or trigger
 

@@ -85,8 +85,18 @@ class Session:
         return Outcome()
 
 
+def given_up(job: JobView) -> dict[int, int]:
+    """The ranks that have given up their training state because it is unsound, with the last verified iteration that
+    each knows; -1 for none."""
+    waiting = (agent for _, agent in sorted(job.agents.items()) if agent.waits)
+    ranks = ((slot, status.went_back) for agent in waiting for slot, status in sorted(agent.ranks.items()))
+    return {slot: verified for slot, verified in ranks if verified is not None}
+
+
 def _nobody(view: View, job: JobView) -> tuple[str, Decision | None]:
     """Why no survivor can go on; empty if some can. And how they go on, if that was found on the way."""
+    if given_up(job):
+        return "the ranks have given up their training state, which is unsound", None
     if view.now < job.nobody_until or not job.anybody_stopped():
         return "no member is left that has the training state", None
     if not any(agent.waits for agent in job.agents.values()):  # none of those that have stopped keeps its state

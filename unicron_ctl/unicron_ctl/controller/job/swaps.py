@@ -7,7 +7,7 @@ whether the node comes back. If something forbids the swap nothing moves, and th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,9 +18,13 @@ from unicron_ctl.controller.model.job_state import JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.nodes import isolation
-from unicron_ctl.controller.sense.timing import JobTimes
+from unicron_ctl.controller.sense.outliers import Standing
+from unicron_ctl.controller.sense.timing import WINDOW, JobTimes
 from unicron_ctl.shared.log import records
 from unicron_detector.words import plural
+
+TOGETHER_SECONDS = 60.0  # at most, from one sign of a fault to the other
+UNSURE = frozenset({"link_loss"})  # metrics that do not say which node is at fault
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,13 @@ class SwapNotes:
         self.element, self.why = -1, ""
 
 
-def advance(view: View, job: JobView, times: JobTimes, notes: SwapNotes) -> Outcome:
-    """Begin, drop or end the job's swap."""
+def advance(view: View, job: JobView, times: JobTimes, notes: SwapNotes, odd: Sequence[Standing] = ()) -> Outcome:
+    """Begin, drop or end the job's swap. odd: the nodes and ranks that stand out among their peers."""
     out, state = Outcome(), job.state
     if state.swap is not None:
         _follow(view, job, out)
         return out
-    if (suspect := find_suspect(state, times)) is None:
+    if (suspect := find_suspect(state, times) or find_odd(state, times, odd, view.now)) is None:
         notes.forget()
     elif state.phase is Phase.RUNNING and (kept := plan_swap(view, job, suspect, out)) is not None:
         _note_kept(state, suspect, kept, notes, out)
@@ -75,6 +79,25 @@ def find_suspect(job: JobState, times: JobTimes) -> Suspect | None:
     if slow is None or slow.slot is None or slow.slot not in job.members:
         return None
     return Suspect(job.element(slow.slot), slow.reason, times.straggler_cost, times.unclear)
+
+
+def find_odd(job: JobState, times: JobTimes, odd: Sequence[Standing], now: float) -> Suspect | None:
+    """Return the element whose node has stood out since the job became slow, if it is the only one and no rank of
+    another node explains it: where all wait for lost packets, no rank is slower than the others."""
+    slow, monitor = times.degraded, times.monitor
+    nodes = {node for item in odd for node in item.nodes}
+    if slow is None or len(nodes) != 1 or any(item.metric in UNSURE for item in odd):
+        return None
+    (node,) = nodes
+    if slow.slot is not None and slow.node != node:
+        return None
+    apart = TOGETHER_SECONDS + 2 * WINDOW * monitor.average  # a slow job is known some iterations later
+    elements = {job.element(slot) for slot in job.members if job.node(slot) == node}
+    if len(elements) != 1 or all(abs(item.since - slow.since) > apart for item in odd):
+        return None
+    share = max(0.0, 1.0 - monitor.usual / monitor.average) if monitor.average else 0.0
+    reason = f"{odd[0].reason}, and the job is slow since: {slow.reason}"
+    return Suspect(elements.pop(), reason, share * (now - slow.since))
 
 
 # ---------------------------------------------------------------- the decision

@@ -14,12 +14,12 @@ an older generation does no harm, and any loss, in any step, is just another Bre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from unicron_ctl.controller.job import spares
 from unicron_ctl.controller.job.candidates import remaining
 from unicron_ctl.controller.job.deciding import decide
-from unicron_ctl.controller.job.modes import Trigger
+from unicron_ctl.controller.job.modes import Trigger, given_up
 from unicron_ctl.controller.judge.remedies import start_rank
 from unicron_ctl.controller.model.finding import Finding, Source, What
 from unicron_ctl.controller.model.job_state import JobState
@@ -27,16 +27,25 @@ from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.state_machine import Action, Event
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.replication.fetching import fetch_orders, fetched_from, wanted_state
-from unicron_ctl.controller.replication.forming import formable, left_behind, taken_over, without_match
+from unicron_ctl.controller.replication.forming import (
+    FormableGeneration,
+    formable,
+    left_behind,
+    soundly,
+    taken_over,
+    without_match,
+)
 from unicron_ctl.controller.replication.script_states import newest_saved
 from unicron_ctl.shared.consensus import survivors_plan
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
+from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_ctl.shared.protocol.wire import Plan
 from unicron_detector.words import plural
 from unicron_transition.generations import layout
 
 SAVE_SECONDS = 600.0  # for ranks that will end, to write a checkpoint
+TRIES = 2  # starts from one state that may fail in the same way; then an older one is taken
 
 
 def form_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
@@ -46,10 +55,24 @@ def form_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
     if they have been in a generation, from the script's newest checkpoint if there is one.
     """
     reports = {slot: status for slot in trigger.joiners if (status := job.status(slot)) is not None}
+    newest, unsound = job.state.newest_sound, job.state.unsound
+    if newest is not None and unsound is not None:
+        reports = soundly(reports, newest, unsound.verified)
     found, out = formable(reports, job.replica), Outcome()
     wanted = wanted_state(view, job, reports, found)
     if (fetching := fetch_orders(view, job, wanted)) is not None:
         return fetching
+    failed = _failed_before(job, reports, found)
+    if failed and failed[1] is not None:
+        out.record(job.state, failed[1])
+        return out
+    if found is None and unsound is not None and not any(status.went_back is not None for status in reports.values()):
+        reason = (
+            f"the training state after iteration {unsound.sound} is unsound, and no rank, no node's memory and no "
+            "checkpoint has an older one: submit the job again to begin anew"
+        )
+        out.record(job.state, records.JobEnded(code=1, reason=reason))
+        return out
     if found is None:
         again = without_match(reports) or sorted(reports)  # all are new and as far, with states of different pasts
         reason = (
@@ -61,7 +84,9 @@ def form_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
             start_rank(job.state, slot, reports[slot].incarnation + 1, view.now, "its state cannot be completed", out)
         return out
     number = job.state.generation + 1
-    start = found.why or (f"from iteration {found.iteration}" if job.state.mode.keeps_state else "")
+    start = "; ".join(filter(None, (failed[0] if failed else "", found.why))) or (
+        f"from iteration {found.iteration}" if job.state.mode.keeps_state else ""
+    )
     plan = Plan(
         generation=number,
         members=found.members,
@@ -83,6 +108,25 @@ def form_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
     out.record(job.state, records.PlanMade(plan=plan, crews=crews(job, plan.members), reason=plan.reason), number)
     spares.note_swaps(job.state, spares.swaps(view, job, found.members), out)
     return out
+
+
+def _failed_before(
+    job: JobView, reports: Mapping[int, RankStatus], found: FormableGeneration | None
+) -> tuple[str, records.Reform | None] | None:
+    """Return what follows if the job has failed TRIES times from the state that it would begin with again: the words,
+    and a record that takes it to an older one, None if there is none. None if it has not failed so often."""
+    state = job.state
+    if found is None or found.iteration != state.restored or state.fruitless < TRIES:
+        return None
+    what = (
+        f"{plural(state.fruitless, 'start')} in a row from the state of iteration {found.iteration} failed with "
+        f"{state.fruitless_cause} before one sound iteration"
+    )
+    older = formable(soundly(reports, found.iteration - 1, from_script=False), job.replica)
+    if older is None:
+        return f"{what}, and there is no older state", None
+    reason = f"{what}: the job goes on from an older state, iteration {older.iteration}"
+    return what, records.Reform(unsound_until=found.iteration, sound=found.iteration - 1, reason=reason)
 
 
 def _cause(job: JobState) -> str:
@@ -155,9 +199,36 @@ def resume_training(view: View, job: JobView, trigger: Trigger) -> Outcome:
 
 def reform_job(view: View, job: JobView, trigger: Trigger) -> Outcome:
     """Waits for new ranks, because no rank has the training state any more."""
+    if back := given_up(job):
+        return _go_back(view, job, trigger, max(back.values()))
     out = Outcome()
     reason = f"{trigger.reason}: formed anew from the newest state in memory, a checkpoint, or the script"
-    out.record(job.state, records.Reform(reason=reason))
+    out.record(job.state, records.Reform(reached=_furthest(job), reason=reason))
+    return out
+
+
+def _furthest(job: JobView) -> int:
+    """The furthest iteration that members had come to, by their last words."""
+    words = (job.last_word(slot, process) for slot, process in job.state.members.items())
+    return max((word.iteration + (word.phase == "stepped") for word in words if word is not None), default=-1)
+
+
+def _go_back(view: View, job: JobView, trigger: Trigger, verified: int) -> Outcome:
+    """Has the job formed anew from a sound state. verified: the last iteration that ranks know to be verified, -1 for
+    none. Ranks that could not begin from another state start again."""
+    out, state = Outcome(), job.state
+    reached = max([state.iteration + 1, *(status.iteration + 1 for _, _, status in job.all_ranks())])
+    sound = verified if verified >= 0 else max(0, state.began)
+    which = "the last verified one" if verified >= 0 else "no later one is verified"
+    reason = f"{trigger.reason}: formed anew from the state of iteration {sound} or an older one ({which})"
+    record = records.Reform(unsound_until=reached, sound=sound, verified=verified >= 0, reason=reason)
+    stay = {slot for _, slot, status in job.all_ranks() if status.state == "waiting" and status.kept}
+    again = [slot for slot in state.survivors() if slot not in stay and job.status(slot) is not None]
+    out.record(state, record)
+    for slot in sorted(again):
+        status = job.status(slot)
+        assert status is not None
+        start_rank(state, slot, status.incarnation + 1, view.now, "its training state is unsound", out)
     return out
 
 
@@ -245,7 +316,7 @@ def _account(job: JobState) -> str:
         return ""
     return (
         f"{plural(job.iteration + 1, 'iteration')}, goodput {100.0 * job.goodput:.1f} %, "
-        f"{job.lost_seconds:.1f} s lost in {plural(len(job.failures), 'failure')}"
+        f"{job.all_lost_seconds:.1f} s lost in {plural(len(job.failures), 'failure')}"
     )
 
 

@@ -18,6 +18,7 @@ from unicron_ctl.controller.model.job_state import (
     JobState,
     Phase,
     SlotState,
+    Unsound,
     Swap,
 )
 from unicron_ctl.shared.log import records
@@ -134,7 +135,7 @@ def on_failure_detected(job: JobState, event: Event, record: records.FailureDete
     kept = msgspec.structs.replace(record, leave_out={}, exits=ends, escalation=None)  # the rest is for the fold alone
     job.failures.append(Failure(event.id, event.job, event.time, kept))
     if record.noted is not None:
-        _slot(job, record.slots[0]).noted = record.noted
+        _slot(job, record.slots[0] if record.noted_by is None else record.noted_by).noted = record.noted
     for seen in record.exits:
         _slot(job, seen.slot).exit_seen = Identity(seen.agent, seen.incarnation)
     _condemn(job, record.leave_out)
@@ -223,7 +224,7 @@ def on_break(job: JobState, event: Event, record: records.Break) -> None:
         if failure.record.member and failure.broken_at is None:
             failure.broken_at, failure.generation = event.time, event.generation
     if job.phase is not Phase.BREAKING:
-        again = min(job.trained_seconds, record.repeated * (job.seconds or 0.0))
+        again = min(job.stepping_seconds, record.repeated * (job.seconds or 0.0))
         job.trained, job.lost_seconds = job.trained - again, job.lost_seconds + again
         job.restarts += bool(record.lost)
         job.tries = record.tries
@@ -248,6 +249,8 @@ def _identities(crews: Iterable[records.Crew]) -> dict[int, Identity]:
 
 def on_plan(job: JobState, event: Event, record: records.PlanMade) -> None:
     _note_former_group(job)
+    if record.plan.iteration is not None and job.phase is Phase.FORMING and job.mode.keeps_state:
+        _note_restored(job, record.plan.iteration)
     job.plan = record.plan
     job.generation = max(job.generation, record.plan.generation)
     job.members, job.order = _identities(record.crews), list(record.plan.members)
@@ -353,8 +356,44 @@ def _date_restored(job: JobState, event: Event, came: set[int]) -> None:
             failure.restored_at = event.time
 
 
+def _note_restored(job: JobState, iteration: int) -> None:
+    """Notes the state from which the job is formed."""
+    job.began, job.advanced = iteration if job.began < 0 else job.began, False
+    if iteration != job.restored:
+        job.restored, job.fruitless, job.fruitless_cause = iteration, 0, ""
+
+
+def _note_fruitless(job: JobState) -> None:
+    """Counts the ends of generations from one state that made no sound iteration and had the same cause. A lost node or
+    a plan is no cause of this kind."""
+    causes = [
+        failure.record.cause
+        for failure in job.failures
+        if failure.record.member and failure.resumed_at is None and failure.record.kind_of_failure != "node"
+    ]
+    if job.advanced:
+        job.fruitless, job.fruitless_cause = 0, ""
+    elif causes:
+        job.fruitless = job.fruitless + 1 if causes[0] == job.fruitless_cause else 1
+        job.fruitless_cause = causes[0]
+
+
+def _note_unsound(job: JobState, record: records.Reform) -> None:
+    """Notes that the job has to do its iterations since the last sound state again; their time was lost."""
+    job.unsound = Unsound(record.unsound_until, record.sound, record.verified)
+    made = max(0, job.iteration + 1 - record.sound)
+    again = min(job.trained_seconds, made * (job.seconds or 0.0))
+    job.trained, job.lost_seconds = job.trained - again, job.lost_seconds + again
+    job.iteration, job.nan_since = min(job.iteration, record.sound - 1), -1
+
+
 def on_reform(job: JobState, event: Event, record: records.Reform) -> None:
     _note_former_group(job)
+    if job.plan is not None:
+        job.advanced = job.advanced or record.reached > job.restored
+        _note_fruitless(job)
+    if record.unsound_until >= 0:
+        _note_unsound(job, record)
     job.plan = job.offer = None
     job.members, job.joining, job.lost, job.condemned, job.worked = {}, {}, {}, {}, {}
     job.regroup, job.order = "", []
@@ -380,6 +419,9 @@ def on_layout_chosen(job: JobState, event: Event, record: records.LayoutChosen) 
 def on_step(job: JobState, event: Event, record: records.Step) -> None:
     _note_time(job, event, record)
     job.iteration, job.loss, job.nan_since = record.iteration, record.loss, record.nan_since
+    job.unsound_seconds = max(job.unsound_seconds, record.unsound_seconds)
+    if job.unsound is not None and record.iteration >= job.unsound.until:
+        job.unsound = None
     job.iterations_wanted = record.train_iterations or job.iterations_wanted
     job.recent.append((record.nodes, record.seconds, record.flops))
     rates = [f / s for count, s, f in job.recent if count == record.nodes and s > 0 and f > 0]
@@ -402,7 +444,7 @@ def _note_time(job: JobState, event: Event, record: records.Step) -> None:
         before = job.stepped or min((failure.detected_at for failure in job.failures), default=at)
         since = at - before if before < at else made * record.seconds
         own = min(since, made * record.seconds, made * (job.seconds or math.inf))
-        job.trained, job.lost_seconds = job.trained_seconds, job.lost_seconds + max(0.0, since - own)
+        job.trained, job.lost_seconds = job.stepping_seconds, job.lost_seconds + max(0.0, since - own)
         job.stepping_since, job.stepped_in = at - own, event.generation
     job.stepped = at
 

@@ -174,6 +174,18 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True)
+class Unsound:
+    """States that were found to be wrong: those of iterations after `sound`, up to `until`. Some of them may still be
+    in a node's memory."""
+
+    until: int
+    sound: int
+    verified: bool
+    """An audit has found the state of `sound` to be right; otherwise it is only older than the first that can be
+    wrong."""
+
+
+@dataclass(frozen=True)
 class Ending:
     """The end of a job."""
 
@@ -307,6 +319,8 @@ class JobState(_Memberships):
     lost_seconds: float = 0.0
     """Seconds between the last step of a generation and the first of the next one, and of iterations made again;
     before the first step, since the first failure."""
+    unsound_seconds: float = 0.0
+    """Seconds of iterations without a finite loss, and of trying iterations again that were no step at first."""
     lost_before: float = 0.0
     """Seconds that had been lost up to the last failure that was healed."""
     stepping_since: float = 0.0
@@ -319,6 +333,18 @@ class JobState(_Memberships):
     """The processes that have finished an iteration."""
     tries: int = 0
     """Time-outs of entering in a row."""
+    unsound: Unsound | None = None
+    """Until the job has trained past them."""
+    began: int = -1
+    """The iteration with which its first generation began; -1 before."""
+    restored: int = -1
+    """The iteration of the state from which it was formed last; -1 before."""
+    advanced: bool = False
+    """Its ranks have made an iteration since."""
+    fruitless: int = 0
+    """Times in a row that it was formed from that state and ended without a sound iteration, each time with the same
+    cause."""
+    fruitless_cause: str = ""
     ended: Ending | None = None
     ledger_violations: int = 0
     restarts: int = 0
@@ -412,6 +438,11 @@ class JobState(_Memberships):
     def owner(self) -> str:
         """The key of its owner, for limits of a user."""
         return owner(self.uid, self.settings.user)
+
+    @property
+    def newest_sound(self) -> int | None:
+        """The newest iteration from which it may be formed; None if any will do."""
+        return None if self.unsound is None else max(self.unsound.sound, self.iteration + 1)
 
     @property
     def disowned(self) -> bool:
@@ -553,13 +584,23 @@ class JobState(_Memberships):
     def goodput(self) -> float | None:
         """The share that was not lost of the time from the first step, or an earlier failure, to the last step; None
         before the first step."""
-        whole = self.trained_seconds + self.lost_seconds
+        whole = self.trained_seconds + self.all_lost_seconds
         return self.trained_seconds / whole if whole > 0.0 else None
 
     @property
     def trained_seconds(self) -> float:
         """Seconds from the first step to the last one that were not lost."""
+        return max(0.0, self.stepping_seconds - self.unsound_seconds)
+
+    @property
+    def stepping_seconds(self) -> float:
+        """Seconds of all iterations, unsound ones included, but for what failures have cost."""
         return self.trained + self.stepped - self.stepping_since
+
+    @property
+    def all_lost_seconds(self) -> float:
+        """Seconds that were lost by failures and by unsound iterations."""
+        return self.lost_seconds + min(self.unsound_seconds, self.stepping_seconds)
 
     @property
     def seconds(self) -> float | None:

@@ -283,13 +283,15 @@ def _drain(view: View, node: str, text: str, out: Outcome) -> None:
 
 
 def proven_bad(view: View) -> Outcome:
-    """Drain nodes that their health checks have proven bad, unless they did so themselves. Record the latter, so that
-    they are given back once the checks pass."""
+    """Drain nodes that their health checks or a pair test have proven bad, unless they did so themselves. Record the
+    latter, so that they are given back once the checks pass."""
     out, seen = Outcome(), view.slurm.seen
     for name, known in sorted(view.state.nodes.items()) if seen else ():
-        report, info = known.health, view.slurm.node(name)
-        if report is None or info is None or report.verdict != "bad" or not report.drain or known.downed:
+        info = view.slurm.node(name)
+        reports = [one for one in (known.health, known.paired) if one and one.verdict == "bad" and one.drain]
+        if info is None or not reports or known.downed:
             continue
+        report = max(reports, key=lambda one: one.at)
         news = report.at > known.resumed_at and seen is not None and seen.asked_at > report.at
         if not news:
             continue
@@ -302,7 +304,8 @@ def proven_bad(view: View) -> Outcome:
             out.record(None, intent)
             out.record(None, records.SlurmDone(action="drain", node=name, reason=text))
         elif not drains.why_out_of_service(info) and view.now - report.at >= DRAIN_SECONDS:
-            _drain(view, name, drains.drain_reason(drains.HEALTH, report.reason), out)
+            lead = drains.PAIR_TEST if report is known.paired else ""
+            _drain(view, name, drains.drain_reason(drains.HEALTH, f"{lead}{report.reason}"), out)
     return out
 
 

@@ -34,7 +34,10 @@ def wanted_state(
 ) -> FetchableState | None:
     """Return the newest state of which every part is with a rank that could begin with it, or in a living node's
     memory; None if the ranks can get nothing newer. found: what they could form with."""
+    newest = job.state.newest_sound
     for state, ways in strategy_of(job).sources(view, job, reports):
+        if newest is not None and state[0] > newest:
+            continue
         if found is not None and state[0] <= found.iteration:
             return None
         if ways is not None:

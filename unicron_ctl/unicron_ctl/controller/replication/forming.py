@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from unicron_ctl.shared.consensus.survivors_plan import newest_state
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_detector.words import plural
 from unicron_transition.generations import layout
+
+NOTHING = -1, ""  # in place of the states of a rank that has none
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ def _from_files(reports: Mapping[int, RankStatus], size: int) -> FormableGenerat
     for slot, status in sorted(reports.items()):
         for state in states(status):
             at.setdefault(state, []).append(slot)
+    at.pop(NOTHING, None)
     for iteration, mark in sorted(at, reverse=True):
         sources, _ = layout.compose(at[iteration, mark], size)
         if sources:
@@ -58,6 +63,27 @@ def _from_files(reports: Mapping[int, RankStatus], size: int) -> FormableGenerat
             joiners = sorted(slot for replica in others for slot in replica)
             return FormableGeneration(layout.arrange([source, *others]), joiners, source[0], iteration)
     return None
+
+
+def soundly(reports: Mapping[int, RankStatus], newest: int, from_script: bool) -> dict[int, RankStatus]:
+    """Return the reports without states after iteration `newest`, which are unsound. from_script: a script's own
+    initial state of that iteration will do; any other one would repeat the whole training."""
+    found = {}
+    for slot, status in reports.items():
+        left = [
+            (iteration, mark)
+            for iteration, mark in states(status)
+            if iteration <= newest and (_is_kept(status, mark) or (from_script and iteration == newest))
+        ]
+        shards = [each for each in status.shards if each.version <= newest]
+        found[slot] = msgspec.structs.replace(status, kept=left or [NOTHING], shards=shards)
+    return found
+
+
+def _is_kept(status: RankStatus, mark: str) -> bool:
+    """Whether a state is not the script's initial one. A rank with shards does not say, but whether there is a
+    checkpoint."""
+    return bool(mark) or (not status.kept and status.saved > 0)
 
 
 def states(status: RankStatus) -> list[tuple[int, str]]:

@@ -100,6 +100,9 @@ class PhaseTimes:
             if not self.rows.keys() >= set(slots):
                 self._add([slot for slot in dict.fromkeys(slots) if slot not in self.rows])
             rows = [self.rows[slot] for slot in slots]
+            moved = self.shares[rows] != shares
+            if moved.any():  # earlier times are of another share
+                self.stamps[np.array(rows)[moved]] = -1
             self.seconds[rows, iterations % WINDOW] = values
             self.stamps[rows, iterations % WINDOW] = iterations
             self.shares[rows] = shares

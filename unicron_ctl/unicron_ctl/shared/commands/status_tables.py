@@ -119,7 +119,9 @@ JOB_COLUMNS = (
 FAILURE_COLUMNS = (
     Column("when", lambda failure: short(failure.detected_at)),
     Column("jobid", lambda failure: failure.job),
-    Column("where", lambda failure: failure.node if failure.kind == "node" else slots_of(failure).replace(" ", "")),
+    Column(
+        "where", lambda failure: failure.node if failure.kind == "node" else slots_of(failure).replace(" ", "") or "-"
+    ),
     Column("sev", lambda failure: str(failure.severity)),
     Column("cause", lambda failure: failure.cause),
     Column("by", lambda failure: failure.detected_by.replace(" ", "-"), leaves=1),
@@ -417,7 +419,9 @@ def standing(data: Explanation) -> list[str]:
         lines.append(f"ended with {data.ended.code}: {data.ended.reason}")
     if data.set_aside and not data.ended:
         lines.append(f"set aside: {data.set_aside}")
+    verified = f"the state of iteration {data.verified}, by an audit" if data.verified is not None else ""
     facts = {"replicas": replicas(data), "spares": spares(data), "elements": blocks(data), "waits": data.waits}
+    facts |= {"verified": verified}
     return lines + [f"{name}: {text}" for name, text in facts.items() if text]
 
 
@@ -445,16 +449,21 @@ def obstacles(data: Explanation) -> list[str]:
 
 
 def slots_of(failure: Failure) -> str:
-    """Return "slot 4" or "slots 4-7"."""
-    return number_spans("slot", failure.slots)
+    """Return "slot 4" or "slots 4-7"; empty if no rank is at fault."""
+    return number_spans("slot", failure.slots) if failure.slots else ""
+
+
+def where_of(failure: Failure) -> str:
+    """Return the failure's node, if that has failed, or its slots."""
+    return failure.node if failure.kind == "node" else slots_of(failure)
 
 
 def failure_text(failure: Failure) -> str:
     """Return a failure and the time of its recovery in a few words."""
-    where = failure.node if failure.kind == "node" else slots_of(failure)
     again = again_after(failure)
     done = f", trained again after {again:.2f} s" if again is not None else ""
-    return f"{short(failure.detected_at)} {failure.kind} {where} SEV{failure.severity}{done}"
+    what = " ".join(filter(None, (failure.kind, where_of(failure))))
+    return f"{short(failure.detected_at)} {what} SEV{failure.severity}{done}"
 
 
 def rate(flops: float | None, unit: str = "FLOP/s") -> str:

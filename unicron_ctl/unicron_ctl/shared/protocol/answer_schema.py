@@ -186,6 +186,9 @@ class JobBase(msgspec.Struct, kw_only=True):
     """Elements of several nodes, each with its nodes."""
     checkpoints: Annotated[str, OWNER] = ""
     """The folder into which the job saves; empty if no rank has reported it."""
+    verified: Annotated[int | None, OWNER] = None
+    """The newest iteration whose state an audit has found sound: the job goes back to it if the state turns out to be
+    wrong; null for none."""
 
 
 class Job(JobBase, kw_only=True):

@@ -46,6 +46,9 @@ class PlannerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     because jobs report their own FLOP/s."""
 
 
+SYMPTOM_LOOKS = 5  # at the symptoms of a node, in the time between two rounds of its metrics
+
+
 class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The section [controller]; times are in seconds."""
 
@@ -153,6 +156,9 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """Elements of all jobs that are requeued within a minute."""
     max_holds_per_minute: Annotated[int, Range(0, 1_000_000)] = 1000
     """Elements of all jobs that are held within a minute because the plan has no node for them."""
+    pair_tests: bool = True
+    """A suspect node, and one that stood out among its peers, is tested in pairs with other nodes while they are idle,
+    where the partition's mode is "act". The tests are jobs of unicrond's own user."""
     swap_slow_nodes: Literal["session", "always", "off"] = "session"
     """When a slow node gives its place to a ready spare: in session mode, where nothing stops for it; "always" also in
     restart mode, where all processes start again."""
@@ -199,6 +205,11 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         return split_addresses(self.address) if isinstance(self.address, str) else self.address
 
     @property
+    def symptom_seconds(self) -> float:
+        """Between two looks at a node's symptoms."""
+        return self.metrics_seconds / SYMPTOM_LOOKS
+
+    @property
     def lease(self) -> float:
         """Seconds without a message after which a node counts as lost."""
         return self.heartbeat_period * self.lease_periods
@@ -213,6 +224,12 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The file from which the kernel log is read; the variable UNICRON_KMSG takes precedence."""
     link_seconds: Annotated[float, Range(0.1, 3600.0)] = 5.0
     """Between two readings of the links' counters."""
+    audit: Annotated[int, Range(0, 1_000_000)] = 256
+    """For jobs without UNICRON_AUDIT: one in so many micro-batches of each rank is computed again by another rank, to
+    find silent corruption. It costs that share of an iteration's compute; 0: none. The same on all nodes."""
+    compare: Annotated[int, Range(0, 1_000_000)] = 64
+    """For jobs without UNICRON_COMPARE: iterations between two comparisons of what replicas must have in common. Each
+    reads all parameters and the optimizer's state once; 0: none. The same on all nodes."""
     controller_users: list[str] = []
     """Users who may run the controller, besides root, SlurmUser and the user of the agent or command."""
 

@@ -76,6 +76,12 @@ OF_JOBS = (
         "card",
     ),
     Variable(
+        "UNICRON_SHARES",
+        "`speed`: a slow replica gets fewer micro-batches; `equal`: all get equally many "
+        "([user guide](user-guide.md#shares-by-speed))",
+        "speed",
+    ),
+    Variable(
         "UNICRON_MEMORY_EVERY",
         "iterations between two copies of the state to the node's memory; 0 for none",
         "1",
@@ -91,6 +97,18 @@ OF_JOBS = (
         "UNICRON_STATE_COPIES",
         "number of other nodes with a copy of each part of the state in memory; 0 for none, at most 64",
         "1",
+    ),
+    Variable(
+        "UNICRON_AUDIT",
+        "one in so many micro-batches of each rank of a session is computed again by another rank, to find silent "
+        "corruption; it costs that share of an iteration's compute; 0 for none",
+        "`[agent] audit`",
+    ),
+    Variable(
+        "UNICRON_COMPARE",
+        "iterations between two comparisons of what replicas must have in common; each reads all parameters and the "
+        "optimizer's state once; 0 for none",
+        "`[agent] compare`",
     ),
     Variable(
         "UNICRON_CHECKPOINT_MINUTES",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from unicron_ctl.agent.connections.job_environment import memory_rate, read_place
+from unicron_ctl.agent.connections.job_environment import audits, memory_rate, read_place
 from unicron_ctl.agent.snapshots import image_stream
 from unicron_ctl.shared.protocol.ranges import LAUNCHES
+from unicron_ctl.shared.settings.config import AgentConfig
 from unicron_ctl.shared.system.errors import UserError
 
 SLURM = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURMD_NODENAME": "n2", "SLURM_STEP_ID": "3"}
@@ -72,6 +73,26 @@ def test_a_rate_of_copies_that_the_other_side_would_wait_for_is_read(said, rate)
 def test_a_rate_at_which_no_copy_arrives_is_refused_in_one_line(said):
     with pytest.raises(UserError, match=r"^UNICRON_MEMORY_RATE=[^\n]* 1000$"):
         read_place(ARRAY | {"UNICRON_MEMORY_RATE": said}, "tcp://127.0.0.1:7451")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({}, ("9", "0")),
+        ({"UNICRON_AUDIT": "0", "UNICRON_COMPARE": ""}, ("0", "0")),
+        ({"UNICRON_COMPARE": "5"}, ("9", "5")),
+    ],
+)
+def test_a_job_says_what_is_audited_else_its_nodes_configuration_does(said, told):
+    variables = audits(said, AgentConfig(audit=9, compare=0))
+    assert (variables["UNICRON_AUDIT"], variables["UNICRON_COMPARE"]) == told
+    assert audits({}, AgentConfig()) == {"UNICRON_AUDIT": "256", "UNICRON_COMPARE": "64"}
+
+
+@pytest.mark.parametrize("said", ["-1", "often", "0.5"])
+def test_a_share_of_audits_that_is_no_whole_number_is_refused_in_one_line(said):
+    with pytest.raises(UserError, match=r"^UNICRON_AUDIT=[^\n]* 256$"):
+        read_place(ARRAY | {"UNICRON_AUDIT": said}, "tcp://127.0.0.1:7451")
 
 
 BLOCK = ARRAY | {"SLURM_ARRAY_TASK_ID": "2", "SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "n[7-8],m2"}

@@ -168,7 +168,7 @@ def every_number() -> list[msgspec.structs.FieldInfo]:
 
 @pytest.mark.parametrize("field", every_number(), ids=lambda field: field.name)
 def test_every_number_has_a_range(field: msgspec.structs.FieldInfo) -> None:
-    section = AgentConfig if field.name == "link_seconds" else ControllerConfig
+    section = AgentConfig if field.name in ("link_seconds", "audit", "compare") else ControllerConfig
     for value in (-1.0, 1e12, math.inf, math.nan):
         settings: dict[str, Any] = {field.name: value}
         assert any(problem.startswith(f"{field.name} = ") for problem in problems(section(**settings))), value

@@ -118,6 +118,17 @@ class NodeHealth(Record, frozen=True, tag="node_health"):
     drain: bool = False  # its admin wants a bad node drained
 
 
+class PairTest(Record, frozen=True, tag="pair_test"):
+    """The controller has a node tested in pairs with idle ones; the reason says why, or what came of it."""
+
+    node: str
+    state: str  # chosen | good | slow | bad | unclear: no sound partner | not_run: Slurm gave no nodes
+    evidence: str  # failure: a job left it, or it failed | odd: it stood out among its peers
+    partners: list[str] = []
+    alike: str = ""  # partition and backend, within which pairs are compared
+    seconds: list[float] = []  # for a gigabyte, of each pair that was sound
+
+
 class AdmissionWaits(Record, frozen=True, tag="admission_waits"):
     node: str
 
