@@ -233,7 +233,8 @@ class Stragglers:
 
 def _heights(runs: Floats, quick: int) -> Floats:
     """Return the level that all iterations of each run exceeded, but for its `quick` lowest ones."""
-    return np.partition(runs, quick, axis=-1)[..., quick]
+    heights: Floats = np.partition(runs, quick, axis=-1)[..., quick]
+    return heights
 
 
 def _median_of_others(values: Floats) -> Floats:
