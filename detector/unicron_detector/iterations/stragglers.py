@@ -233,8 +233,7 @@ class Stragglers:
 
 def _heights(runs: Floats, quick: int) -> Floats:
     """Return the level that all iterations of each run exceeded, but for its `quick` lowest ones."""
-    heights: Floats = np.partition(runs, quick, axis=-1)[..., quick]
-    return heights
+    return np.asarray(np.partition(runs, quick, axis=-1)[..., quick], dtype=np.float64)
 
 
 def _median_of_others(values: Floats) -> Floats:
