@@ -157,24 +157,28 @@ class Series:
         """Whether there is enough to compare."""
         return bool(self.blocks) and len(self.recent) == RECENT
 
-    def moved(self) -> bool:
-        """Whether some replica was slow, or fast, in each of the last iterations."""
-        columns = zip(*self.recent, strict=True)
-        return any(min(ratios) > 1.0 + NEARLY or max(ratios) < 1.0 - NEARLY for ratios in columns)
-
-    def last(self, blocks: int) -> list[tuple[float, ...]]:
-        """Return each replica's levels in the last blocks; of a single one its ratios in the last iterations."""
+    def moved(self, blocks: int) -> dict[int, tuple[float, ...]]:
+        """Return the replicas that were slow, or fast, in all of the last blocks, with their levels. Of a single block
+        each of the last iterations counts."""
         rows = list(self.recent) if blocks == 1 else [each.levels for each in list(self.blocks)[-blocks:]]
-        return list(zip(*rows, strict=True))
+        columns = enumerate(zip(*rows, strict=True))
+        return {replica: of for replica, of in columns if min(of) > 1.0 + NEARLY or max(of) < 1.0 - NEARLY}
 
     def variances(self) -> list[float]:
         """Return the variance of each replica's ratio from one iteration to the next: a change of speed counts once."""
         count = 2 * RECENT * len(self.blocks)
         return [math.fsum(column) / count for column in zip(*(each.steps for each in self.blocks), strict=True)]
 
-    def drift(self, blocks: int) -> float:
-        """Return the standard deviation of a typical replica's levels before the last blocks: noise also comes in
-        runs. 0 until enough is known."""
+    def errors(self, blocks: int) -> list[float]:
+        """Return the standard error of each replica's levels: by the replica's own variance or the common one, whichever
+        is larger, and by the drift of levels before these blocks, since noise also comes in runs."""
+        variances, count = self.variances(), blocks * RECENT
+        common, drift = math.fsum(variances) / len(variances), self._drift(blocks)
+        return [max(math.sqrt(max(own, common) / count), drift) for own in variances]
+
+    def _drift(self, blocks: int) -> float:
+        """Return the standard deviation of a typical replica's levels before the last blocks. 0 until enough is
+        known."""
         past = list(self.blocks)[:-blocks]
         if len(past) < LEVELS:
             return 0.0
@@ -275,11 +279,13 @@ class Shares:
     def _worth_a_look(self) -> bool:
         """Whether a comparison with all that is remembered is worth its time."""
         both = [series for series in (self._rounds, self._tokens) if series.ready]
-        return bool(both) and (self._heard % RECENT == 0 or any(series.moved() for series in both))
+        return bool(both) and (self._heard % RECENT == 0 or any(series.moved(1) for series in both))
 
     def _decide(self, rounds: int) -> None:
         series = self._steadier()
         sure, likely = self._compare(series)
+        if sure == self._paces:
+            return
         now, schedule = self._in_rounds(rounds), self._schedule
         before, after = (slowest(shares, sure, schedule) for shares in (now, best(rounds, sure, schedule)))
         least = LEAST_GAIN * (1.0 + CAUTION / (len(series.blocks) * RECENT))
@@ -296,14 +302,11 @@ class Shares:
     def _compare(self, series: Series) -> tuple[list[float], list[float]]:
         """Return each replica's pace as far as it is sure, and its most likely one. One that may be usual again is."""
         furthest, sure, likely = [1.0] * len(self._paces), list(self._paces), list(self._paces)
-        variances = series.variances()
-        common = math.fsum(variances) / len(variances)
-        for blocks in BLOCKS:
-            if blocks > max(1, series.present):
-                break
-            drift, count = series.drift(blocks), blocks * RECENT
-            for replica, levels in enumerate(series.last(blocks)):
-                chance = ERRORS * max(math.sqrt(max(variances[replica], common) / count), drift)
+        for blocks in (each for each in BLOCKS if each <= max(1, series.present)):
+            moved = series.moved(blocks)
+            errors = series.errors(blocks) if moved else []
+            for replica, levels in moved.items():
+                chance = ERRORS * errors[replica]
                 ratio = _sure(min(levels), max(levels), chance)
                 if abs(ratio - 1.0) > abs(furthest[replica] - 1.0):
                     pace, furthest[replica] = self._paces[replica] * median(levels), ratio
