@@ -1,9 +1,9 @@
 """Shares by measured speed: a slow replica gets fewer micro-batches, so that all are finished at the same time
 (docs/design/shares.md). Pure, and without torch.
 
-Each rank tells with its commit how long its replica takes for a round, and every rank hears the same numbers. From these
-alone all ranks compute the same shares, so no message deals them. Every number comes from exactly rounded operations
-(no `log`, and no `sum`, which later Pythons round otherwise), so that different machines agree, too. Ranks that do not
+Each rank tells with its commit how long its replica takes for a round, and every rank hears the same numbers. From
+these alone all ranks compute the same shares, so no message deals them. Every number comes from exactly rounded
+operations (no `log`, and no `sum`, which later Pythons round otherwise), so that different machines agree, too. Ranks that do not
 agree all the same see that in the next commit, and deal equally from then on.
 
 Times are seconds. A *round* is the micro-batches that the lanes of a replica compute at the same time. A *pace* is the
@@ -28,7 +28,7 @@ SETTING = "UNICRON_SHARES"
 UNKNOWN = -math.inf  # less than any number of a rank that knows it
 WARM_UP = 2  # iterations of a generation that are not measured: new ranks compile and allocate in them
 RECENT = 5  # iterations in each of which a replica must be slow, or fast again
-REMEMBERED = 25  # blocks of RECENT iterations, which show how much the times vary by themselves
+HISTORY = 25  # blocks of RECENT iterations, which show how much the times vary by themselves
 BLOCKS = (1, 2, 4, 8)  # in all of which it must be so: more where the times vary too much for fewer
 LEVELS = 3  # blocks before their variation is known
 LEAST_GAIN = 0.05  # of the iteration's time; a smaller one is not worth a change
@@ -39,7 +39,7 @@ NEARLY = 0.05  # a pace that differs less is the usual one
 
 
 class Mode(enum.StrEnum):
-    """How micro-batches are dealt."""
+    """The rule by which micro-batches are dealt."""
 
     SPEED = "speed"
     EQUAL = "equal"
@@ -54,21 +54,21 @@ def chosen_mode(environment: Mapping[str, str] = os.environ) -> Mode:
         raise ValueError(f"{SETTING}={text!r}: write {', '.join(Mode)}") from None
 
 
-class Measured(NamedTuple):
-    """What a rank measured in an iteration."""
+class Measurement(NamedTuple):
+    """The pace of a rank in an iteration."""
 
     seconds: float
-    """For a round of its replica."""
+    """The time for a round of its replica."""
     tokens: float = UNKNOWN
-    """Of a round, if the loss is per token and this rank knows them."""
+    """The tokens of a round, if the loss is per token and this rank knows them."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a replica takes for a share of rounds."""
+    """The time of a replica for a share of rounds."""
 
     stages: int = 1
-    """Of its pipeline: as many rounds less one go by until the last stage is busy."""
+    """Stages of its pipeline: as many rounds less one go by until the last stage is busy."""
     group: int = 1
     """Rounds that are computed together: a virtual pipeline fills its last group up."""
 
@@ -118,7 +118,7 @@ class Series:
 
     def __init__(self, replicas: int):
         self.recent: deque[list[float]] = deque(maxlen=RECENT)
-        self.blocks: deque[Block] = deque(maxlen=REMEMBERED)
+        self.blocks: deque[Block] = deque(maxlen=HISTORY)
         self.present = 0
         """Blocks with the present paces."""
         self._nothing = [0.0] * replicas
@@ -140,9 +140,9 @@ class Series:
             self._begin_block()
         return usual
 
-    def turn(self) -> None:
-        """Note that other paces are the present ones. What came before says no more how fast a replica is, but still how
-        much its times vary; except the block in which they changed."""
+    def begin_paces(self) -> None:
+        """Note that other paces are the present ones. What came before says no more how fast a replica is, but
+        still how much its times vary; except the block in which they changed."""
         self.recent.clear()
         if len(self.blocks) > 1:
             self.blocks.pop()
@@ -157,7 +157,7 @@ class Series:
         """Whether there is enough to compare."""
         return bool(self.blocks) and len(self.recent) == RECENT
 
-    def moved(self, blocks: int) -> dict[int, tuple[float, ...]]:
+    def outliers(self, blocks: int) -> dict[int, tuple[float, ...]]:
         """Return the replicas that were slow, or fast, in all of the last blocks, with their levels. Of a single block
         each of the last iterations counts."""
         rows = list(self.recent) if blocks == 1 else [each.levels for each in list(self.blocks)[-blocks:]]
@@ -170,8 +170,8 @@ class Series:
         return [math.fsum(column) / count for column in zip(*(each.steps for each in self.blocks), strict=True)]
 
     def errors(self, blocks: int) -> list[float]:
-        """Return the standard error of each replica's levels: by the replica's own variance or the common one, whichever
-        is larger, and by the drift of levels before these blocks, since noise also comes in runs."""
+        """Return the standard error of each replica's levels: by the replica's own variance or the common one,
+        whichever is larger, and by the drift of levels before these blocks, since noise also comes in runs."""
         variances, count = self.variances(), blocks * RECENT
         common, drift = math.fsum(variances) / len(variances), self._drift(blocks)
         return [max(math.sqrt(max(own, common) / count), drift) for own in variances]
@@ -200,8 +200,8 @@ def _deviation(numbers: Sequence[float]) -> float:
 
 
 class Shares:
-    """The shares of all replicas in the present generation. In each iteration: :meth:`begin`, :meth:`dealt`, then
-    :meth:`told` and :meth:`heard` with the commit."""
+    """The shares of all replicas in the present generation. In each iteration: :meth:`begin_iteration`, :meth:`dealt`,
+    then :meth:`statement` and :meth:`take_statements` with the commit."""
 
     def __init__(self, mode: Mode = Mode.SPEED, lanes: int = 1, schedule: Schedule | None = None):
         self.mode, self._lanes, self._schedule = mode, lanes, schedule or Schedule()
@@ -219,7 +219,7 @@ class Shares:
         self.changes = 0
         """Changes of the shares in this generation."""
 
-    def begin(self, generation: int, replicas: int) -> None:
+    def begin_iteration(self, generation: int, replicas: int) -> None:
         """Begin an iteration. A new generation begins with equal shares, since its newcomers have heard nothing."""
         if self._at != (generation, replicas):
             self._at = generation, replicas
@@ -227,7 +227,7 @@ class Shares:
 
     @property
     def numbers(self) -> int:
-        """How many numbers each rank tells."""
+        """The count of numbers that each rank tells."""
         return 2 + 2 * self._at[1]
 
     @property
@@ -246,9 +246,9 @@ class Shares:
         return -(-total // self._lanes)
 
     # ------------------------------------------------------------ with the commit
-    def told(self, replica: int, measured: Measured | None) -> list[float]:
-        """Return what this rank tells: numbers whose maximum over all members :meth:`heard` gets. measured: nothing if
-        the iteration was disturbed, or the replica had no share."""
+    def statement(self, replica: int, measured: Measurement | None) -> list[float]:
+        """Return what this rank tells: numbers whose maximum over all members :meth:`take_statements` gets. measured:
+        nothing if the iteration was disturbed, or the replica had no share."""
         replicas = self._at[1]
         mark = float(self._mark) if self.mode is Mode.SPEED and not self._broken else -1.0
         numbers = [mark, -mark, *[UNKNOWN] * (2 * replicas)]
@@ -256,7 +256,7 @@ class Shares:
             numbers[2 + replica], numbers[2 + replicas + replica] = measured
         return numbers
 
-    def heard(self, numbers: Sequence[float], total: int) -> None:
+    def take_statements(self, numbers: Sequence[float], total: int) -> None:
         """Take in the maximum of what all members tell. total: micro-batches of the iteration."""
         replicas = self._at[1]
         if numbers[0] != -numbers[1] or numbers[0] < 0:  # not all by speed, or not all of one past
@@ -279,7 +279,7 @@ class Shares:
     def _worth_a_look(self) -> bool:
         """Whether a comparison with all that is remembered is worth its time."""
         both = [series for series in (self._rounds, self._tokens) if series.ready]
-        return bool(both) and (self._heard % RECENT == 0 or any(series.moved(1) for series in both))
+        return bool(both) and (self._heard % RECENT == 0 or any(series.outliers(1) for series in both))
 
     def _decide(self, rounds: int) -> None:
         series = self._steadier()
@@ -293,8 +293,8 @@ class Shares:
             self._turn_to(likely, rounds)
 
     def _steadier(self) -> Series:
-        """Return the series that varies less. Where lengths vary, that is mostly the time for a token; but micro-batches
-        that are filled up to a length take the same time, however few of their tokens count."""
+        """Return the series that varies less. Where lengths vary, that is mostly the time for a token; but
+        micro-batches that are filled up to a length take the same time, however few of their tokens count."""
         if len(self._tokens.blocks) < len(self._rounds.blocks):
             return self._rounds
         return min(self._rounds, self._tokens, key=lambda series: math.fsum(series.variances()))
@@ -303,7 +303,7 @@ class Shares:
         """Return each replica's pace as far as it is sure, and its most likely one. One that may be usual again is."""
         furthest, sure, likely = [1.0] * len(self._paces), list(self._paces), list(self._paces)
         for blocks in (each for each in BLOCKS if each <= max(1, series.present)):
-            moved = series.moved(blocks)
+            moved = series.outliers(blocks)
             errors = series.errors(blocks) if moved else []
             for replica, levels in moved.items():
                 chance = ERRORS * errors[replica]
@@ -327,7 +327,7 @@ class Shares:
             return
         self.changes += 1
         for series in (self._rounds, self._tokens):
-            series.turn()
+            series.begin_paces()
 
 
 def _sure(least: float, most: float, chance: float) -> float:
