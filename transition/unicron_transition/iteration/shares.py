@@ -3,8 +3,8 @@
 
 Each rank tells with its commit how long its replica takes for a round, and every rank hears the same numbers. From
 these alone all ranks compute the same shares, so no message deals them. Every number comes from exactly rounded
-operations (no `log`, and no `sum`, which later Pythons round otherwise), so that different machines agree, too. Ranks that do not
-agree all the same see that in the next commit, and deal equally from then on.
+operations (no `log`, and no `sum`, which later Pythons round otherwise), so that different machines agree, too. Ranks
+that do not agree all the same see that in the next commit, and deal equally from then on.
 
 Times are seconds. A *round* is the micro-batches that the lanes of a replica compute at the same time. A *pace* is the
 time that a replica takes for a unit of work, over the usual one.
