@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 from pathlib import Path
 
@@ -104,7 +105,7 @@ def _job(stage: Stage, name: str) -> DemoJobResult:
     losses, expected = (
         {record["iteration"]: record["loss"] for record in records}
         for records in (
-            read_metrics(stage.metrics(name), LOSS_TOLERANCE),
+            read_metrics(stage.metrics(name), math.inf),  # losses before the job went back are wrong
             read_metrics(stage.folder / f"{name}-reference" / "metrics"),
         )
     )
