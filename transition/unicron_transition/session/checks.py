@@ -221,7 +221,7 @@ class Checks:
             found = [slot for one in replicas for slot in member.members[one * size : (one + 1) * size]]
             return number_spans("slot", found)
 
-        what = "parameters or optimizer state" if verdict.what == "state" else "gradient of one micro-batch"
+        what = "state of parameters and optimizer" if verdict.what == "state" else "gradient of one micro-batch"
         if verdict.culprits:
             text = f"{slots(verdict.culprits)} had another {what} than the other replicas at iteration {iteration}"
         else:
