@@ -112,8 +112,8 @@ TO_RANK: dict[str, type[ToRank]] = {
 # ---------------------------------------------------------------- rank -> agent
 # Types of a note: what ranks have proved about a result that is not sound, by computing it again or by comparing.
 UNSOUND_MICRO_BATCH = "UnsoundMicroBatch"  # not finite wherever it is computed: the data's or the model's fault
-UNSOUND_RANK = "UnsoundRank"  # not finite on `slot` alone
-SILENT_CORRUPTION = "SilentCorruption"  # finite, and not what other ranks have; `slot` is wrong
+UNSOUND_RANK = "UnsoundRank"  # not finite on `culprit` alone
+SILENT_CORRUPTION = "SilentCorruption"  # finite, and not what other ranks have; `culprit` is wrong
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Fault:
     cause: str = ""  # the line that the traceback names as the reason
     iteration: int | None = None  # the one in which it came
     micro_batch: int | None = None
-    slot: int | None = None  # in a note: the rank at fault, if it is known
+    culprit: int | None = None  # in a note: the slot of the rank at fault, if it is known
 
 
 @dataclass

@@ -226,7 +226,8 @@ class Checks:
             text = f"{slots(verdict.culprits)} had another {what} than the other replicas at iteration {iteration}"
         else:
             text = f"{slots(verdict.among)} differ in the {what} at iteration {iteration}; no majority says who is right"
-        return Fault("SilentCorruption", text, time.time(), iteration=iteration)
+        slot = member.members[min(verdict.culprits) * size] if verdict.culprits else None
+        return Fault("SilentCorruption", text, time.time(), iteration=iteration, culprit=slot)
 
 
 def _bits(tensors: Iterable[torch.Tensor]) -> float:

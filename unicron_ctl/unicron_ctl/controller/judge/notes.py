@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from unicron_ctl.controller.judge.remedies import escalate, failure_of, inside_of, with_remedy
+from unicron_ctl.controller.judge.remedies import escalate, failure_of, with_remedy
 from unicron_ctl.controller.model.finding import Finding
-from unicron_ctl.controller.model.job_view import JobView
+from unicron_ctl.controller.model.job_view import ENDED, GONE, JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense.members import is_known
 from unicron_ctl.shared.log import records
@@ -30,14 +30,14 @@ def record_note(view: View, job: JobView, finding: Finding) -> Outcome:
         verdict = view.classifier.cause("bad_micro_batch", note.text)
         decision = Decision(verdict.severity, REPORT, note.text, verdict.cause)
         nobody = replace(finding, element=-1, node="")
-        return _recorded(job, "data", [], nobody, verdict, decision, "no node is blamed")
+        return _record_only(job, "data", [], nobody, verdict, decision, "no node is blamed")
     verdict = view.classifier.text(f"{note.type}: {note.text}")
     decision = Decision(verdict.severity, REATTEMPT, note.text, verdict.cause)
     slots = list(finding.slots)
-    return _recorded(job, "transfer", slots, finding, verdict, decision, "nothing was trained with it")
+    return _record_only(job, "transfer", slots, finding, verdict, decision, "nothing was trained with it")
 
 
-def _recorded(
+def _record_only(
     job: JobView, kind: str, slots: list[int], finding: Finding, verdict: Verdict, decision: Decision, action: str
 ) -> Outcome:
     """Record a note after which nothing has to be done."""
@@ -52,7 +52,7 @@ def _recorded(
 def _unsound_rank(view: View, job: JobView, finding: Finding, note: Fault) -> Outcome:
     """Leave out the rank that others have proved wrong, and its node. Its own job's ranks say so, so it is a suspect
     and no more; a pair test decides whether it comes back."""
-    state, culprit = job.state, note.slot
+    state, culprit = job.state, note.culprit
     verdict = view.classifier.cause("silent_corruption", note.text)
     slots = [] if culprit is None else [culprit]
     node, element = ("", -1) if culprit is None else (state.node(culprit), state.element(culprit))
@@ -61,9 +61,9 @@ def _unsound_rank(view: View, job: JobView, finding: Finding, note: Fault) -> Ou
     stays = _why_it_stays(job, culprit)
     if stays or culprit is None or identity is None:
         decision = Decision(Severity.SEV1, REPORT, f"{note.text}; {stays}", verdict.cause)
-        return _recorded(job, "corruption", slots, told_by, verdict, decision, "no node is left")
+        return _record_only(job, "corruption", slots, told_by, verdict, decision, "no node is left")
     decision, memory = escalate(view, job, culprit, verdict, None)
-    why = f"is left out: {note.text}"
+    why = "is suspected of silent corruption"
     record = failure_of(
         job,
         "corruption",
@@ -80,11 +80,13 @@ def _unsound_rank(view: View, job: JobView, finding: Finding, note: Fault) -> Ou
 
 
 def _why_it_stays(job: JobView, culprit: int | None) -> str:
-    """Return why nothing can be done about the rank; empty if the others can go on without it."""
+    """Return why nothing can be done about the rank; empty if others can go on without it. The job may form anew, so
+    they need not be members."""
     if culprit is None:
         return "which rank is wrong is not known"
-    if not inside_of(job.state, [culprit]):
+    living = {slot for _, slot, status in job.all_ranks() if status.state not in (*ENDED, *GONE)}
+    if culprit not in living:
         return f"slot {culprit} trains no more"
-    if not any(culprit not in one and inside_of(job.state, one) for one in job.state.groups()):
-        return f"slot {culprit} is in the only replica, which goes on"
+    if len(living) - 1 < job.state.replica:
+        return f"there is no replica without slot {culprit}"
     return ""

@@ -577,7 +577,7 @@ class JobState(_Memberships):
 
     @property
     def stepping_seconds(self) -> float:
-        """Those and the ones of unsound iterations."""
+        """Seconds of all iterations, unsound ones included, but for what failures have cost."""
         return self.trained + self.stepped - self.stepping_since
 
     @property

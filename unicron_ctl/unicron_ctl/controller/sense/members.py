@@ -307,7 +307,7 @@ def is_known(job: JobState, note: Fault) -> bool:
     """Whether the same was noted by another rank: all that have computed something again may say so."""
     if note.iteration is None:
         return False
-    slots = [] if note.slot is None else [note.slot]
+    slots = [] if note.culprit is None else [note.culprit]
     what = note.iteration, note.micro_batch, slots
     return any(
         known.noted is not None and (known.iteration, _index(known.micro_batch), known.slots) == what

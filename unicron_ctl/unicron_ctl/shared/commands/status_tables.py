@@ -110,7 +110,9 @@ JOB_COLUMNS = (
 FAILURE_COLUMNS = (
     Column("when", lambda failure: short(failure.detected_at)),
     Column("jobid", lambda failure: failure.job),
-    Column("where", lambda failure: failure.node if failure.kind == "node" else slots_of(failure).replace(" ", "")),
+    Column(
+        "where", lambda failure: failure.node if failure.kind == "node" else slots_of(failure).replace(" ", "") or "-"
+    ),
     Column("sev", lambda failure: str(failure.severity)),
     Column("cause", lambda failure: failure.cause),
     Column("by", lambda failure: failure.detected_by.replace(" ", "-"), leaves=1),
@@ -421,8 +423,8 @@ def obstacles(data: Explanation) -> list[str]:
 
 
 def slots_of(failure: Failure) -> str:
-    """Return "slot 4" or "slots 4-7"."""
-    return number_spans("slot", failure.slots)
+    """Return "slot 4" or "slots 4-7"; empty if no rank is at fault."""
+    return number_spans("slot", failure.slots) if failure.slots else ""
 
 
 def failure_text(failure: Failure) -> str:
@@ -430,7 +432,8 @@ def failure_text(failure: Failure) -> str:
     where = failure.node if failure.kind == "node" else slots_of(failure)
     again = again_after(failure)
     done = f", trained again after {again:.2f} s" if again is not None else ""
-    return f"{short(failure.detected_at)} {failure.kind} {where} SEV{failure.severity}{done}"
+    what = " ".join(filter(None, (failure.kind, where)))
+    return f"{short(failure.detected_at)} {what} SEV{failure.severity}{done}"
 
 
 def rate(flops: float | None, unit: str = "FLOP/s") -> str:

@@ -73,7 +73,7 @@ class Fault(msgspec.Struct, kw_only=True, gc=False):
     """The line of the traceback that names the reason (`failures.root_cause`)."""
     iteration: ranges.Iteration | None = None
     micro_batch: ranges.MicroBatch | None = None  # the micro-batch of `iteration` in which it came
-    slot: ranges.Slot | None = None  # in a note: the rank at fault, if it is known
+    culprit: ranges.Slot | None = None  # in a note: the slot of the rank at fault, if it is known
     fatal: bool = False  # it was not caught, so the process ends
     lived: ranges.Seconds = 0.0
     """If it is fatal: the seconds from the start of the process to the exception."""

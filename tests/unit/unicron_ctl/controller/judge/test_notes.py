@@ -28,7 +28,7 @@ def tell(world: World, kind: str, slot: int | None, *by: int, iteration: int = 5
     before = len(world.job().failures)
     text = text or f"micro-batch 3 of iteration {iteration} was not finite on slot {slot}, and finite on slot 0"
     for one in by:
-        at: dict[str, Any] = {"iteration": iteration, "micro_batch": 3, "slot": slot}
+        at: dict[str, Any] = {"iteration": iteration, "micro_batch": 3, "culprit": slot}
         note = structs.Fault(type=kind, text=text, at=world.now, **at)
         agent = next(each for each in world.agents if one in each.slots)
         agent.set(one, note=note)
@@ -87,5 +87,5 @@ def test_nobody_is_left_out_who_is_not_known_or_not_of_the_job(slot: int | None)
 def test_the_only_replica_goes_on() -> None:
     world = trained(nodes=2, replica=2)
     (failure,) = tell(world, UNSOUND_RANK, 1, 0)
-    assert failure.record.action == "report" and "only replica" in failure.record.reason
+    assert failure.record.action == "report" and "no replica without" in failure.record.reason
     assert world.job().phase == "running"
