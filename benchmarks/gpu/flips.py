@@ -47,7 +47,11 @@ def train(folder: Path, backend: str, fault: str) -> tuple[list[dict[str, Any]],
                 sys.stderr.write(told[-8000:])
     assert ended["code"] == 0, ended["reason"]
     steps = [step for path in folder.glob("losses.*") for step in json_lines(path)]
-    return failures, {step["iteration"]: step["loss"] for step in sorted(steps, key=lambda one: one["generation"])}, told
+    return (
+        failures,
+        {step["iteration"]: step["loss"] for step in sorted(steps, key=lambda one: one["generation"])},
+        told,
+    )
 
 
 def main() -> int:
