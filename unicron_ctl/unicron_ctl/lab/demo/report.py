@@ -174,6 +174,7 @@ def tables(result: DemoResult) -> list[Listing]:
     for join in result.joins:
         failures.add_row(join.job, "join", *["-"] * 8, _after(join.used_at, join.at))
     failures.add_note("rank: kill -9 of one; node: power-off; join: a repaired node comes back and goes to this job")
+    failures.add_note("flip: a bit of a weight in one rank's memory, found by comparing; all go back to a sound state")
     failures.add_note("found, again, whole: seconds until the failure was detected, the next step, full strength")
     failures.add_note("kept, taken: micro-batches in survivors' gradients, and taken over from the lost rank")
     failures.add_note("twice: micro-batches taken over although the lost rank had finished them")
