@@ -162,6 +162,8 @@ class Status:
     outlives: bool = False
     saves_in: str = ""
     went_back: int | None = None
+    share: int = 0
+    verified: int = -1
 
 
 @dataclass

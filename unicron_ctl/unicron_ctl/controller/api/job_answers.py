@@ -153,6 +153,7 @@ def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
         lost_seconds=state.all_lost_seconds,
         blocks=_blocks(state) if state.settings.block > 1 and not state.ended else [],
         checkpoints="" if brief else next((s.saves_in for _, _, s in view.all_ranks() if s.saves_in), ""),
+        verified=None if brief else max((s.verified for _, _, s in view.all_ranks() if s.verified >= 0), default=None),
     )
 
 
@@ -240,7 +241,12 @@ def _planned_with(core: Core, state: JobState) -> list[JobState]:
 
 def _slow(core: Core, state: JobState) -> schema.Slow | None:
     runtime = core.runtimes.get(state.job)
-    return plain(runtime.sensors.times.slow, schema.Slow) if runtime and runtime.sensors.times.slow else None
+    if runtime is None or (slow := runtime.sensors.times.slow) is None:
+        return None
+    found = plain(slow, schema.Slow)
+    if state.swap is None and slow.slot is not None and runtime.swaps.element == state.element(slow.slot):
+        found.swap = runtime.swaps.why
+    return found
 
 
 def anomalies(core: Core, job: str) -> list[schema.Anomaly]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from unicron_ctl.controller.job.modes import LoggedNewcomers
 from unicron_ctl.controller.job.orders import StandingOrders
 from unicron_ctl.controller.job.spares import LoggedSpares
+from unicron_ctl.controller.job.swaps import SwapNotes
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_ledger import JobLedger, PlainSteps
 from unicron_ctl.controller.model.job_state import Failure, Identity, JobState, Phase
@@ -38,6 +39,7 @@ class JobRuntime:
     ledger: JobLedger | PlainSteps
     newcomers: LoggedNewcomers = field(default_factory=LoggedNewcomers)
     spares: LoggedSpares = field(default_factory=LoggedSpares)
+    swaps: SwapNotes = field(default_factory=SwapNotes)
     cuts: Cuts = field(default_factory=Cuts)
     standing_orders: StandingOrders | None = None
     """The last orders that are the same for all agents."""
@@ -68,6 +70,8 @@ class JobRuntime:
         if isinstance(record, records.PlanMade):
             again = record.plan.source is None and isinstance(self.ledger, JobLedger)
             self.disturbed_until = -1 if not again or record.plan.iteration is None else record.plan.iteration
+        elif isinstance(record, records.Reform) and record.unsound_until >= 0 and isinstance(self.ledger, JobLedger):
+            self.ledger.go_back(record.sound)
         elif isinstance(record, records.Break):
             self.outsiders.update(one.slot for one in record.lost)
         elif isinstance(record, records.GenerationEntered):

@@ -366,6 +366,7 @@ def revive(view: View, job: JobView, slot: int) -> Outcome:
     if agent is None or status is None or not agent.alive:
         return out
     unusable = agent.element in state.leaving or view.unfit(agent.node) or state.moves(agent.element)
+    unusable = unusable or (state.swap is not None and state.swap.element == agent.element)
     if unusable or taken_away(state, agent.element):
         return out
     identity = Identity(agent.agent, status.incarnation)

@@ -19,6 +19,7 @@ from unicron_ctl.controller.model.job_state import (
     Phase,
     SlotState,
     Unsound,
+    Swap,
 )
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
@@ -52,6 +53,8 @@ def on_agent_registered(job: JobState, event: Event, record: records.AgentRegist
     if old is None or old.agent != record.agent:
         job.parted.pop(record.element, None)  # it may be another node
         job.noticed.pop(record.element, None)
+        if job.swap is not None and job.swap.element == record.element:
+            job.swap = None
         for slot in record.slots:
             job.slots[slot] = SlotState()  # new processes: counting starts again
 
@@ -87,6 +90,8 @@ def on_agent_gone(job: JobState, event: Event, record: records.AgentGone) -> Non
     if agent and agent.agent == record.agent:
         agent.gone = record.reason
         job.noticed.pop(record.element, None)
+        if job.swap is not None and job.swap.element == record.element:
+            job.swap = None
         if record.reason != "finished":
             leave_with_block(job, record.element)
 
@@ -95,6 +100,13 @@ def on_agent_back(job: JobState, event: Event, record: records.AgentBack) -> Non
     agent = job.agents.get(record.element)
     if agent and agent.agent == record.agent:
         agent.gone = ""
+
+
+def on_swap(job: JobState, event: Event, record: records.NodeSwap) -> None:
+    if record.state == "planned":
+        job.swap = Swap(record.element, record.agent, tuple(record.along), record.reason)
+    elif record.state == "dropped":
+        job.swap = None
 
 
 def on_ranks_ready(job: JobState, event: Event, record: records.RanksReady) -> None:
@@ -378,12 +390,15 @@ def _note_unsound(job: JobState, record: records.Reform) -> None:
 def on_reform(job: JobState, event: Event, record: records.Reform) -> None:
     _note_former_group(job)
     if job.plan is not None:
+        job.advanced = job.advanced or record.reached > job.restored
         _note_fruitless(job)
     if record.unsound_until >= 0:
         _note_unsound(job, record)
     job.plan = job.offer = None
     job.members, job.joining, job.lost, job.condemned, job.worked = {}, {}, {}, {}, {}
     job.regroup, job.order = "", []
+    if job.mode.keeps_state:  # its node's memory may hold the newest state
+        job.swap = None
 
 
 def on_layout_wanted(job: JobState, event: Event, record: records.LayoutWanted) -> None:
@@ -405,7 +420,6 @@ def on_step(job: JobState, event: Event, record: records.Step) -> None:
     _note_time(job, event, record)
     job.iteration, job.loss, job.nan_since = record.iteration, record.loss, record.nan_since
     job.unsound_seconds = max(job.unsound_seconds, record.unsound_seconds)
-    job.advanced = job.advanced or record.loss is not None
     if job.unsound is not None and record.iteration >= job.unsound.until:
         job.unsound = None
     job.iterations_wanted = record.train_iterations or job.iterations_wanted

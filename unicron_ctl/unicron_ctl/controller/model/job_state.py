@@ -205,6 +205,21 @@ Voter = tuple[int, str]
 """An element, and its agent."""
 
 
+class Swap(NamedTuple):
+    """An element whose node is a suspect, and that leaves when spares take its place."""
+
+    element: int
+    agent: str
+    along: tuple[int, ...]
+    """Elements that leave with it: they make a replica or a block with it, and are spares afterwards."""
+    reason: str
+
+    @property
+    def elements(self) -> frozenset[int]:
+        """All elements that leave."""
+        return frozenset((self.element, *self.along))
+
+
 class Voting(NamedTuple):
     """The agents that have a vote on how a job goes on."""
 
@@ -286,6 +301,8 @@ class JobState(_Memberships):
     leaving: list[int] = field(default_factory=list)
     noticed: dict[int, str] = field(default_factory=dict)
     """Elements that will end soon by their agents' notice -> these agents: they leave at the next boundary."""
+    swap: Swap | None = None
+    """The suspect that a spare is to replace."""
     failures: deque[Failure] = field(default_factory=lambda: deque(maxlen=FAILURES_KEPT))
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=DECISIONS_KEPT))
     iteration: int = -1
@@ -323,7 +340,7 @@ class JobState(_Memberships):
     restored: int = -1
     """The iteration of the state from which it was formed last; -1 before."""
     advanced: bool = False
-    """It has made a sound iteration since."""
+    """Its ranks have made an iteration since."""
     fruitless: int = 0
     """Times in a row that it was formed from that state and ended without a sound iteration, each time with the same
     cause."""

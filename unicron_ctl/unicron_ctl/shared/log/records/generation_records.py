@@ -112,6 +112,7 @@ class GenerationEntered(Record, frozen=True, tag="entered"):
 class Reform(Record, frozen=True, tag="reform"):
     """The job is formed anew, because no rank has the training state any more, or because that is unsound."""
 
+    reached: int = -1  # the furthest iteration to which its ranks had come
     unsound_until: int = -1  # states up to this iteration and after `sound` were found to be wrong; -1: none was
     sound: int = -1  # the newest iteration from which the job may begin then
     verified: bool = False  # an audit has found its state sound; otherwise it is only old enough
