@@ -71,11 +71,6 @@ class Story:
         self.job.wait(self.job.failures, f"{fault} is found", LIMIT)
         return before
 
-    def show_log(self) -> None:
-        """Record what the job's log says of wrong numbers."""
-        found = [line for line in self.job.array.logs.splitlines() if re.search("injected|unsound|not sound", line)]
-        self.lines += ["\x1b[1mthe job's log\x1b[0m", *(line.replace(f"{self.job.folder}/", "") for line in found), ""]
-
     def go_on(self, iteration: int) -> None:
         """Wait until the job has come to an iteration."""
         self.job.wait(lambda: self.job.job()["iteration"] >= iteration, f"iteration {iteration}", LIMIT)
@@ -105,14 +100,12 @@ def nan(story: Story) -> None:
     """A rank's gradient has a NaN, once."""
     story.go_on(story.strike("nan:gradient") + MORE)
     story.show("explain", JOB)
-    story.show_log()
 
 
 def flip(story: Story) -> None:
     """A bit flips in a weight, and the rank trains on."""
     story.go_on(story.strike("flip:weight:22") + MORE)
     story.show("explain", JOB)
-    story.show_log()
 
 
 STORIES: dict[str, Callable[[Story], None]] = {"nan": nan, "flip": flip}
