@@ -17,7 +17,7 @@ from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.model.cluster_state import ClusterState
 from unicron_ctl.controller.model.fold import replay
 from unicron_ctl.controller.model.job_state import JobState
-from unicron_ctl.controller.model.requests import Knock, Poll, Probe, Run
+from unicron_ctl.controller.model.requests import Knock, Poll, Probe, Run, TestPairs
 from unicron_ctl.controller.server.worker import perform
 from unicron_ctl.shared.consensus.survivors_plan import deal
 from unicron_ctl.shared.log.records import Event
@@ -583,6 +583,7 @@ class World:
         self.dead_nodes: set[str] = set()
         self.refusing: set[str] = set()
         """Nodes at which nobody listens any more, and whose kernel says so."""
+        self.pair_tests: list[TestPairs] = []
         self.cuts: set[frozenset[str]] = set()
         """Pairs of nodes that cannot reach each other; "" is the controller's."""
         self._busy = False
@@ -665,6 +666,8 @@ class World:
                         core.on_probe(request, place, self.answer("", target))
             case Knock():
                 core.on_knock(request, self.answer("", request.address))
+            case TestPairs():
+                self.pair_tests.append(request)  # the test itself answers
             case Poll():
                 if self.slurm.refuse:
                     core.on_slurm_error(self.slurm.refuse)

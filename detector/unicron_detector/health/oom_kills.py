@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from unicron_detector.health.cgroups import own_files
+
 KILL_CODES = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit codes of a killed process; shells report the second
 CLAIM_SECONDS = 60.0  # a process with much memory takes long to end after the kill
 REPORT_SECONDS = 3.0  # if no rank has ended by then, the kill hit another process of the cgroup
@@ -20,29 +22,8 @@ REPORT_SECONDS = 3.0  # if no rank has ended by then, the kill hit another proce
 
 def counter_file(pid: int | str = "self", proc: Path = Path("/proc")) -> Path | None:
     """Return the file with the oom_kill count of the process's own memory cgroup; None if there is none."""
-    try:
-        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
-        mounts = [line.split() for line in (proc / "self" / "mountinfo").read_text().splitlines()]
-    except OSError:
-        return None
-    paths = {}
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        paths.update(dict.fromkeys(controllers.split(","), path))
-    for controller, kind, name in (("memory", "cgroup", "memory.oom_control"), ("", "cgroup2", "memory.events")):
-        if controller not in paths:
-            continue
-        for fields in mounts:
-            # ID PARENT MAJ:MIN ROOT MOUNTPOINT OPTIONS [TAGS] - TYPE SOURCE SUPER-OPTIONS, see proc(5)
-            rest = fields[fields.index("-") + 1 :] if "-" in fields else []
-            if len(rest) < 3 or rest[0] != kind or (controller and controller not in rest[2].split(",")):
-                continue
-            root, path = fields[3].rstrip("/"), paths[controller]
-            inside = path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
-            file = Path(fields[4] + inside) / name
-            if read_count(file) is not None:
-                return file
-    return None
+    files = own_files("memory", "memory.oom_control", "memory.events", pid, proc)
+    return next((file for file in files if read_count(file) is not None), None)
 
 
 def read_count(file: Path) -> int | None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 Group = tuple[str, ...]
+LEARNED_PAIRS = 8  # that a limit is learned from
+SPREADS, MARGIN = 6.0, 0.25  # beyond the median: robust deviations of earlier pairs, and at least this share of it
 
 
 @dataclass(frozen=True)
@@ -47,24 +49,27 @@ def first_round(nodes: Sequence[str]) -> list[Group]:
     return groups
 
 
-def suspects(results: Mapping[Group, Outcome], slower: float = 1.5) -> list[str]:
-    """Return the nodes of groups that failed, or that took ``slower`` times the median of those that passed."""
-    limit = _limit(results, slower)
+def suspects(results: Mapping[Group, Outcome], slower: float = 1.5, known: float | None = None) -> list[str]:
+    """Return the nodes of groups that failed, or that took ``slower`` times the median of those that passed, or longer
+    than the ``known`` limit."""
+    limit = _limit(results, slower, known)
     doubtful = {node for group, outcome in results.items() if not _fine(outcome, limit) for node in group}
     cleared = {node for group, outcome in results.items() if _fine(outcome, limit) for node in group}
     return sorted(doubtful - cleared)
 
 
-def second_round(results: Mapping[Group, Outcome], slower: float = 1.5) -> list[list[Group]]:
+def second_round(
+    results: Mapping[Group, Outcome], slower: float = 1.5, known: float | None = None
+) -> list[list[Group]]:
     """Return waves of pairs (suspect, partner) for round 2; the pairs of one wave share no node and may run at once.
 
     Partners are nodes that passed round 1. Without any, suspects of different failed groups are
     paired with each other: two innocents may meet and clear each other.
     """
-    questionable = suspects(results, slower)
+    questionable = suspects(results, slower, known)
     if not questionable:
         return []
-    limit = _limit(results, slower)
+    limit = _limit(results, slower, known)
     partners = sorted({node for group, outcome in results.items() if _fine(outcome, limit) for node in group})
     if partners:
         starts = range(0, len(questionable), len(partners))
@@ -90,10 +95,15 @@ def _across(results: Mapping[Group, Outcome], questionable: Sequence[str]) -> li
     return [wave] if wave else []
 
 
-def judge(first: Mapping[Group, Outcome], second: Mapping[Group, Outcome], slower: float = 1.5) -> Judgement:
+def judge(
+    first: Mapping[Group, Outcome],
+    second: Mapping[Group, Outcome],
+    slower: float = 1.5,
+    known: float | None = None,
+) -> Judgement:
     """Judge both rounds. Only a suspect that failed beside a node proven good is bad."""
-    limit = _limit(first, slower)
-    questionable = suspects(first, slower)
+    limit = _limit(first, slower, known)
+    questionable = suspects(first, slower, known)
     trusted = {node for group, outcome in first.items() if _fine(outcome, limit) for node in group}
     cleared = {node for group, outcome in second.items() if _fine(outcome, limit) for node in group}
     bad: dict[str, str] = {}
@@ -115,10 +125,23 @@ def judge(first: Mapping[Group, Outcome], second: Mapping[Group, Outcome], slowe
     return Judgement(bad, slow, tuple(good), unknown)
 
 
-def _limit(results: Mapping[Group, Outcome], slower: float) -> float:
-    """Return the seconds over which a passed test is slow; infinite with fewer than three times to compare."""
+def _limit(results: Mapping[Group, Outcome], slower: float, known: float | None) -> float:
+    """Return the seconds over which a passed test is slow: those that are known from earlier tests; else from the
+    present ones, and infinite with fewer than three times to compare."""
+    if known is not None:
+        return known
     times = [outcome.seconds for outcome in results.values() if outcome.passed and outcome.seconds is not None]
     return slower * median(times) if len(times) >= 3 else float("inf")
+
+
+def learned_limit(times: Sequence[float]) -> float | None:
+    """Return the seconds over which a pair is slow, from the times of earlier pairs of the same kind that were sound;
+    None while they are too few."""
+    if len(times) < LEARNED_PAIRS:
+        return None
+    usual = median(times)
+    spread = 1.4826 * median(abs(each - usual) for each in times)
+    return usual + max(SPREADS * spread, MARGIN * usual)
 
 
 def _fine(outcome: Outcome, limit: float) -> bool:

@@ -1,5 +1,5 @@
-"""``python -m unicron_detector.health.sampler``: the node's metrics, a line of JSON every few seconds, from a process
-of its own.
+"""``python -m unicron_detector.health.sampler``: the node's metrics and symptoms, a line of JSON every few
+seconds, from a process of its own.
 
 A thread that waits for a hung file system or GPU driver keeps its whole process from ending, so the agent uses a child,
 which it can leave behind. In the child each reader that may hang has its own thread: the other metrics go on, and the
@@ -19,7 +19,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from unicron_detector.health.symptoms import SymptomReader
 from unicron_detector.iterations import peer_metrics
+
+PROBE_LOOKS = 2  # lines between two looks at a local disk's latency
 
 
 class Patient:
@@ -55,14 +58,23 @@ class Sampler:
         self._files = Patient(lambda: peer_metrics.read_file_latency(directory), patience)
         self._gpus = Patient(peer_metrics.read_worst_gpu, patience)
         self._rates = peer_metrics.Rates()
+        self._symptoms = SymptomReader(self._file_latency)
         self.host = machine()
 
-    def sample(self) -> dict[str, object]:
-        values = peer_metrics.read_node()
+    def sample(self, whole: bool = True, probe: bool = False) -> dict[str, object]:
+        """Return a line. whole: with the metrics that depend on the work, not only with symptoms. probe: with the
+        latency of files, even if nobody waits for a disk."""
+        symptoms, losses = self._symptoms.read(probe_files=whole or probe)
+        line: dict[str, object] = {"host": self.host, "whole": whole, "symptoms": symptoms, "losses": losses}
+        line["addresses"] = self._symptoms.addresses
+        if whole:
+            values = peer_metrics.read_node() | (self._gpus.read() or {})
+            line["node"] = self._rates(values, time.monotonic())
+        return line
+
+    def _file_latency(self) -> float | None:
         latency = self._files.read()
-        values |= {"file_latency": time.monotonic() - self._files.began} if latency is None else latency
-        values |= self._gpus.read() or {}
-        return {"host": self.host, "node": self._rates(values, time.monotonic())}
+        return time.monotonic() - self._files.began if latency is None else latency.get("file_latency")
 
 
 def machine() -> str:
@@ -75,24 +87,29 @@ def machine() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser("python -m unicron_detector.health.sampler", description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=10.0, help="between two lines")
+    parser.add_argument("--seconds", type=float, default=10.0, help="between two lines with all metrics")
+    parser.add_argument("--symptoms", type=float, default=0.0, help="between two lines, 0: as --seconds")
+    parser.add_argument("--often", action="store_true", help="measure that folder's latency at every other line")
     parser.add_argument("--directory", default=".", help="whose latency is measured")
     parser.add_argument("--count", type=int, default=0, help="lines until the end, 0 for no end")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's: the agent decides when to end
     with contextlib.suppress(OSError):
         os.nice(5)
-    sampler, sent = Sampler(options.directory, min(1.0, options.seconds / 4)), 0
+    pause = min(options.seconds, options.symptoms or options.seconds)
+    every = max(1, round(options.seconds / pause))
+    sampler, sent = Sampler(options.directory, min(1.0, pause / 4)), 0
     due = time.monotonic()
     while True:
         try:
-            print(json.dumps(sampler.sample()), flush=True)
+            line = sampler.sample(whole=sent % every == 0, probe=options.often and sent % PROBE_LOOKS == 0)
+            print(json.dumps(line), flush=True)
         except BrokenPipeError:
             return 0
         sent += 1
         if sent == options.count:
             return 0
-        due = max(due + options.seconds, time.monotonic())
+        due = max(due + pause, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
 
 

@@ -141,6 +141,11 @@ class IterationMonitor:
         return sum(self._window) / len(self._window) if self._window else 0.0
 
     @property
+    def usual(self) -> float:
+        """The average from before the job became slow, if it is; seconds per iteration."""
+        return self._baseline if self._baseline is not None else self.average
+
+    @property
     def learned(self) -> bool:
         return len(self._window) >= self.limits.learn
 

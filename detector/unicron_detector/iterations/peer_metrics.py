@@ -12,7 +12,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -39,6 +39,9 @@ METRICS: dict[str, tuple[int, float]] = {
     "nic_drops": (+1, 10.0),
     "carrier_changes": (+1, 0.001),
     "file_latency": (+1, 0.25),
+    "cpu_throttled": (+1, 0.25),
+    "packet_loss": (+1, 0.03),
+    "link_loss": (+1, 0.03),
     "gpu_busy": (-1, 0.15),
     "gpu_memory": (0, 2.0 * 2**30),
     "gpu_power": (0, 60.0),
@@ -216,9 +219,11 @@ class PeerWatch:
         self.threshold, self.rounds, self.minima = threshold, rounds, minima
         self._streaks: dict[str, int] = {}
 
-    def judge(self, values: Mapping[str, Mapping[str, float]]) -> list[Anomaly]:
+    def judge(
+        self, values: Mapping[str, Mapping[str, float]], fresh: Collection[str] | None = None
+    ) -> list[Anomaly]:
         """Judge one round, peer -> metric -> value; return the peers that stood out for ``rounds`` rounds, worst
-        first."""
+        first. fresh: the peers of which there is news, if not of all; the others' rounds do not count."""
         scores = robust_scores(values, self.minima)
         outliers: dict[str, tuple[float, dict[str, float]]] = {}
         for peer, (distance, by_metric) in scores.items():
@@ -226,11 +231,13 @@ class PeerWatch:
             if bad or distance > self.threshold:
                 ranked = bad or by_metric
                 outliers[peer] = (distance, dict(sorted(ranked.items(), key=lambda item: -abs(item[1]))[:5]))
-        self._streaks = {peer: self._streaks.get(peer, 0) + 1 for peer in outliers}
+        before, new = self._streaks, values.keys() if fresh is None else fresh
+        self._streaks = {peer: before[peer] for peer in before if peer not in new}
+        self._streaks |= {peer: before.get(peer, 0) + 1 for peer in outliers if peer in new}
         anomalies = [
             self._anomaly(peer, distance, ranked, values)
             for peer, (distance, ranked) in outliers.items()
-            if self._streaks[peer] >= self.rounds
+            if self._streaks.get(peer, 0) >= self.rounds
         ]
         return sorted(anomalies, key=lambda anomaly: -max(anomaly.distance, *map(abs, anomaly.scores.values())))
 

@@ -1,53 +1,78 @@
-"""Finds ranks that are always slower than their peers, without a history of the job. Pure, standard library only.
+"""Finds ranks that are slower than their peers, within a few iterations and without a history of the job. Pure.
 
 `IterationMonitor` sees a job that becomes slow, but a straggler that was slow from the start is part of its baseline.
-Here each rank's own phases are compared with those of its peers over the last blocks of iterations. A rank is reported
-if the difference matters (THRESHOLD), exceeds the peers' own differences and the noise of the measurement, and was
-there in every block.
+Here each rank's own work is compared with that of its peers, as the logarithm of the ratio. A rank is named if nearly
+all of its last iterations were slower by more than THRESHOLD, and by more than this job's healthy ranks have ever been
+for as long: the test learns the highest level that each length of run has reached (docs/design/slow-ranks.md).
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
-from statistics import fmean, median, pstdev
+from collections.abc import Hashable, Mapping
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from unicron_detector.iterations.culprit import OWN_PHASES, Culprit
 
 OWN_TIMES = (*OWN_PHASES, "outside")  # in these a rank works by itself
-BLOCK, BLOCKS = 8, 6  # iterations of a block; blocks in a row
 THRESHOLD = 0.1  # of the iteration's own work
-PEER_SPREADS = 4.0  # robust standard deviations among the peers
-ERRORS = 6.0  # standard errors of the rank's own difference
+LEAST = math.log(1.0 + THRESHOLD)
+QUICK = ((4, 0), (5, 0), (6, 0), (8, 1))
+"""Runs that are tested at each iteration: iterations, and how many of them may have been quick."""
+LONG = ((12, 2), (16, 4), (24, 8), (32, 12), (48, 18), (64, 24), (128, 48))
+RUNS = (*QUICK, *LONG)
+LONG_EVERY = 4  # iterations between two tests of the long ones
+WARM_UP = 8  # iterations after a start, in which newcomers compile and fill their caches
+SETTLING = 32  # iterations after them, in which only runs of FIRST and more count
+FIRST = 16
+DELAY = 64  # iterations until a run is learned from: a fault must not raise its own limit
+BATCH = 16  # iterations that are learned from at once
+MEMORY = 512  # iterations in memory
+ERRORS = 5.0  # standard errors of a run's mean
+UNSURE = 8.0
+"""Independent iterations of one rank or another for which twice the standard error counts."""
+MARGIN = 3.0  # of them beyond the threshold
+BEYOND = 1.25  # times the highest run of a healthy rank so far
+NEARLY = 0.8  # of a run's height, which is compared with single iterations of healthy ranks
+CHANCE = 1e-10  # that a healthy rank has such a run, if its iterations do not depend on each other
+DECAY = 0.5 ** (BATCH / 20_000)  # of the highest run and of the noise, per batch: a half-life of 20,000 iterations
+SMALLEST, LARGEST = 1e-9, 1e9  # seconds of an iteration
+OVER = 16  # iterations whose median must be below half of the threshold before a straggler is none any more
 Row = Mapping[int, Mapping[str, float]]
+Floats = npt.NDArray[np.float64]
 
 
-@dataclass
-class Block:
-    """Sums over some iterations: slot -> one number for each phase."""
+class _Noise(NamedTuple):
+    """The differences of healthy ranks from their own usual level."""
 
-    iterations: int = 0
-    seconds: dict[int, list[float]] = field(default_factory=dict)
-    apart: dict[int, list[float]] = field(default_factory=dict)
-    """Differences from the mean of all ranks, so that common noise does not count."""
-    squared: dict[int, list[float]] = field(default_factory=dict)
-    """Their squares."""
+    around: Floats
+    """[rank, iteration], the iterations that were learned from."""
+    error: Floats
+    """The standard deviation of each rank."""
+    again: float
+    """The correlation of an iteration with the one before."""
 
-    def add(self, row: Row) -> None:
-        table = {slot: [times.get(name, 0.0) for name in OWN_TIMES] for slot, times in row.items()}
-        middle = [fmean(column) for column in zip(*table.values(), strict=True)]
-        self.iterations += 1
-        for slot, values in table.items():
-            seconds = self.seconds.setdefault(slot, [0.0] * len(OWN_TIMES))
-            apart = self.apart.setdefault(slot, [0.0] * len(OWN_TIMES))
-            squared = self.squared.setdefault(slot, [0.0] * len(OWN_TIMES))
-            for index, value in enumerate(values):
-                difference = value - middle[index]
-                seconds[index] += value
-                apart[index] += difference
-                squared[index] += difference * difference
+    def errors(self, run: int) -> Floats:
+        """Return for each rank the standard error of the mean of a run. Noise also comes in runs."""
+        longer = (1.0 + self.again) / (1.0 - self.again)
+        unsure = 1.0 + UNSURE * longer / self.around.size  # few iterations that do not depend on each other
+        return unsure * self.error * math.sqrt(min(1.0, longer / run))
+
+    def chance(self, place: int, height: float, run: int, quick: int) -> float:
+        """Return about how likely it is that all but `quick` iterations of a run exceed the height."""
+        own, every = self.around[place] > height, self.around > height
+        share = max(float(own.mean()), (int(every.sum()) + 1) / (every.size + 2))
+        return math.comb(run, quick) * share ** (run - quick)
+
+
+class _Candidate(NamedTuple):
+    place: int
+    run: int
+    above: float
 
 
 class Stragglers:
@@ -55,104 +80,167 @@ class Stragglers:
 
     def __init__(self) -> None:
         self.current: Culprit | None = None
+        self._named_for = 0
+        self._highest = np.zeros(len(RUNS))
+        """The most by which a healthy rank exceeded its usual level, for each length of run."""
+        self._noisiest, self._most_again = 0.0, 0.0
+        """The noise of all ranks together, at its highest."""
         self.clear()
 
     def clear(self) -> None:
-        """Start again: the ranks or their work have changed. `current` stays until the next comparison."""
-        self._past: deque[Block] = deque(maxlen=BLOCKS)
-        self._open = Block()
+        """Start again: the ranks or their work have changed. `current` stays until the next comparison, and so does
+        what is known of the job's noise."""
+        self._slots: tuple[int, ...] = ()
+        self._groups: list[list[int]] = []
+        self._to_skip, self._count = WARM_UP, 0
+        self._apart: Floats = np.zeros((0, MEMORY))
+        self._seconds: Floats = np.zeros((0, MEMORY, len(OWN_TIMES)))
+        self._known: _Noise | None = None
+        self._unlearned = 0
 
     def observe(self, row: Row, groups: Mapping[int, Hashable] | None = None) -> Culprit | None:
         """Add one iteration, slot -> phase -> seconds for equal work, and return ``current``. groups: slot -> ranks
-        with the same value are comparable.
-
-        It compares once for each block; an iteration with other slots starts again.
-        """
-        before = self._open.seconds or (self._past[-1].seconds if self._past else row)
-        if set(row) != set(before):
+        with the same value are comparable. An iteration with other slots starts again."""
+        slots = tuple(sorted(row))
+        if slots != self._slots:
             self.clear()
-        self._open.add(row)
-        if self._open.iterations < BLOCK:
+            self._begin_with(slots, groups or {})
+        if self._to_skip:
+            self._to_skip -= 1
             return self.current
-        self._past.append(self._open)
-        self._open = Block()
-        if self.current is not None and not self._still(self.current, groups or {}):
-            self.current = None
-        if self.current is None and len(self._past) == BLOCKS:
-            self.current = self._find(groups or {})
+        table = np.array([[row[slot].get(name, 0.0) for name in OWN_TIMES] for slot in slots])
+        self._add(table)
+        if self.current is not None:
+            self._check_over()
+        elif (found := self._find()) is not None:
+            self.current, self._named_for = self._culprit(found), 0
+        if self.current is None:
+            self._learn()
         return self.current
 
-    def _means(self, last: int) -> dict[int, list[float]]:
-        """Return the seconds of an iteration over the last blocks. Means are compared, not single iterations, because
-        with two speeds the mean is above the median for all ranks."""
-        blocks = list(self._past)[-last:]
-        count = sum(block.iterations for block in blocks)
-        return {
-            slot: [sum(block.seconds[slot][index] for block in blocks) / count for index in range(len(OWN_TIMES))]
-            for slot in blocks[-1].seconds
-            if all(slot in block.seconds for block in blocks)
-        }
+    def _begin_with(self, slots: tuple[int, ...], groups: Mapping[int, Hashable]) -> None:
+        self._slots = slots
+        by_group = sorted(range(len(slots)), key=lambda place: str(groups.get(slots[place])))
+        alike = groupby(by_group, key=lambda place: groups.get(slots[place]))
+        self._groups = [places for _, each in alike if len(places := list(each)) > 1]
+        self._apart = np.zeros((len(slots), MEMORY))
+        self._seconds = np.zeros((len(slots), MEMORY, len(OWN_TIMES)))
 
-    def _still(self, culprit: Culprit, groups: Mapping[int, Hashable]) -> bool:
-        """Whether the last two blocks still show half of the threshold; one lucky block is no cure."""
-        means, slot = self._means(2), culprit.slot
-        if slot is None or slot not in means:
-            return False
-        peers = _peers(means, slot, groups)
-        if not peers:
-            return False
-        excess = _excess(means, slot, peers, OWN_TIMES.index(culprit.phase))
-        return excess > 0.5 * THRESHOLD * (sum(means[slot]) - excess)
+    def _add(self, table: Floats) -> None:
+        if self._count == MEMORY:  # forget the older half
+            kept = MEMORY // 2
+            self._apart[:, :kept] = self._apart[:, kept:]
+            self._seconds[:, :kept] = self._seconds[:, kept:]
+            self._count = kept
+        work = np.log(np.clip(table.sum(axis=1), SMALLEST, LARGEST))
+        for places in self._groups:
+            self._apart[places, self._count] = work[places] - _median_of_others(work[places])
+        self._seconds[:, self._count] = table
+        self._count += 1
 
-    def _find(self, groups: Mapping[int, Hashable]) -> Culprit | None:
-        means = self._means(BLOCKS)
-        candidates = []
-        for group in {groups.get(slot) for slot in means}:
-            slots = [slot for slot in means if groups.get(slot) == group]
-            for index in range(len(OWN_TIMES)) if len(slots) > 1 else ():
-                middle = median(means[slot][index] for slot in slots)
-                candidates.append(max((means[slot][index] - middle, -slot, index) for slot in slots))
-        looks = (self._examine(means, -slot, index, groups) for _, slot, index in sorted(candidates, reverse=True)[:3])
-        return next((culprit for culprit in looks if culprit is not None), None)
-
-    def _examine(
-        self, means: Mapping[int, list[float]], slot: int, index: int, groups: Mapping[int, Hashable]
-    ) -> Culprit | None:
-        peers = _peers(means, slot, groups)
-        excess = _excess(means, slot, peers, index)
-        work = sum(means[slot]) - excess
-        least = THRESHOLD * work
-        if not excess > least > 0.0:
+    # ------------------------------------------------------------ the test
+    def _find(self) -> _Candidate | None:
+        """Return the rank with the run that exceeds its limit most."""
+        now = self._count
+        runs = [number for number, (run, _) in enumerate(RUNS) if run <= now and self._is_due(run)]
+        if not runs or not self._groups:
             return None
-        parts = []
-        for block in self._past:
-            sums = {other: [block.seconds[other][index] / block.iterations] for other in (slot, *peers)}
-            parts.append(_excess(sums, slot, peers, 0))
-        error = max(self._noise(slot, index), pstdev(parts) / math.sqrt(len(parts)))  # noise also comes in runs
-        middle = means[slot][index] - excess
-        spread = 1.4826 * median(abs(means[other][index] - middle) for other in peers)
-        if min(parts) <= 0.5 * least or excess <= ERRORS * error or excess <= PEER_SPREADS * spread:
-            return None
-        slowdown = (work + excess) / work
+        noise, best = self._noise(), None
+        for number in runs:
+            run, quick = RUNS[number]
+            heights = _heights(self._apart[:, now - run : now], quick)
+            if heights.max() <= LEAST:
+                continue
+            errors = noise.errors(run)
+            limits = np.maximum(np.maximum(LEAST + MARGIN * errors, ERRORS * errors), BEYOND * self._highest[number])
+            place = int((heights - limits).argmax())
+            above = float(heights[place] - limits[place])
+            if above <= 0.0 or (best is not None and above <= best.above):
+                continue
+            if noise.chance(place, NEARLY * float(heights[place]), run, quick) < CHANCE:
+                best = _Candidate(place, run, above)
+        return best
+
+    def _is_due(self, run: int) -> bool:
+        if run < FIRST and self._count <= SETTLING:
+            return False
+        return run <= QUICK[-1][0] or self._count % LONG_EVERY == 0
+
+    def _noise(self) -> _Noise:
+        """Return the noise of iterations that ended a while ago; of all so far, while the job is young."""
+        return self._known or self._measure(self._count)
+
+    def _measure(self, upto: int) -> _Noise:
+        """Measure the noise around each rank's own level: one that is slow from the start differs by the same in each
+        iteration."""
+        apart = self._apart[:, :upto]
+        around = apart - np.median(apart, axis=1, keepdims=True)
+        power = (around**2).sum(axis=1) + 1e-18
+        again = float(np.clip(((around[:, 1:] * around[:, :-1]).sum(axis=1) / power).mean(), 0.0, 0.98))
+        error = np.sqrt(power / upto)
+        least = max(math.sqrt(float((error**2).mean())), self._noisiest)
+        return _Noise(around, np.maximum(error, least), max(again, self._most_again))
+
+    def _check_over(self) -> None:
+        assert self.current is not None
+        self._named_for += 1
+        if self.current.slot not in self._slots:
+            self.current = None
+        elif self._count >= OVER <= self._named_for:
+            place = self._slots.index(self.current.slot)
+            if np.median(self._apart[place, self._count - OVER : self._count]) < LEAST / 2.0:
+                self.current = None
+                self.clear()  # what it took to name it is no evidence any more, and nothing to learn from
+
+    # ------------------------------------------------------------ what is learned
+    def _learn(self) -> None:
+        """Learn from iterations that ended a while ago, a batch at once."""
+        self._unlearned += 1
+        last = self._count - DELAY
+        if self._unlearned < BATCH or last < DELAY + BATCH or not self._groups:
+            return
+        self._unlearned = 0
+        self._known = self._measure(last)
+        self._noisiest = max(self._noisiest * DECAY, float(self._known.error.min()))
+        self._most_again = max(self._most_again * DECAY, self._known.again)
+        self._highest *= DECAY
+        for number, (run, quick) in enumerate(RUNS):
+            if last < run + BATCH:
+                continue
+            ended = self._known.around[:, -BATCH - run + 1 :]
+            windows = np.lib.stride_tricks.sliding_window_view(ended, run, axis=1)
+            self._highest[number] = max(self._highest[number], float(_heights(windows, quick).max()))
+
+    # ------------------------------------------------------------ in words
+    def _culprit(self, found: _Candidate) -> Culprit:
+        slot, peers = self._slots[found.place], self._peers(found.place)
+        means = self._seconds[:, self._count - found.run : self._count].mean(axis=1)
+        middle = np.median(means[peers], axis=0)
+        excess = means[found.place] - middle
+        index = int(excess.argmax())
+        slowdown = math.exp(float(np.median(self._apart[found.place, self._count - found.run : self._count])))
         reason = (
-            f"slot {slot} takes {middle + excess:.3f} s in {OWN_TIMES[index]}, its {len(peers)} "
-            f"peer{'s' * (len(peers) > 1)} {middle:.3f} s, in all of the last {BLOCK * BLOCKS} iterations: "
+            f"slot {slot} takes {means[found.place][index]:.3f} s in {OWN_TIMES[index]}, its {len(peers)} "
+            f"peer{'s' * (len(peers) > 1)} {middle[index]:.3f} s, in the last {found.run} iterations: "
             f"its own work takes {slowdown:.2f}x as long"
         )
         return Culprit(slot, OWN_TIMES[index], slowdown, reason)
 
-    def _noise(self, slot: int, index: int) -> float:
-        """Return the standard error of the slot's difference from the others, from single iterations."""
-        count = sum(block.iterations for block in self._past)
-        ranks = len(self._past[-1].seconds)
-        mean = sum(block.apart[slot][index] for block in self._past) / count
-        variance = sum(block.squared[slot][index] for block in self._past) / count - mean * mean
-        return math.sqrt(max(0.0, variance) / count) * ranks / max(1, ranks - 1)
+    def _peers(self, place: int) -> list[int]:
+        group = next(places for places in self._groups if place in places)
+        return [other for other in group if other != place]
 
 
-def _peers(slots: Iterable[int], slot: int, groups: Mapping[int, Hashable]) -> list[int]:
-    return [other for other in slots if other != slot and groups.get(other) == groups.get(slot)]
+def _heights(runs: Floats, quick: int) -> Floats:
+    """Return the level that all iterations of each run exceeded, but for its `quick` lowest ones."""
+    return np.partition(runs, quick, axis=-1)[..., quick]
 
 
-def _excess(means: Mapping[int, list[float]], slot: int, peers: list[int], index: int) -> float:
-    return means[slot][index] - median(means[other][index] for other in peers)
+def _median_of_others(values: Floats) -> Floats:
+    """Return for each value the median of all others."""
+    order = np.argsort(values, kind="stable")
+    ranks = np.empty_like(order)
+    ranks[order] = np.arange(len(values))
+    ascending, left = values[order], len(values) - 1
+    low, high = (left - 1) // 2, left // 2  # the middle ones once a value is taken out
+    return 0.5 * (ascending[low + (low >= ranks)] + ascending[high + (high >= ranks)])

@@ -110,9 +110,15 @@ TO_RANK: dict[str, type[ToRank]] = {
 
 
 # ---------------------------------------------------------------- rank -> agent
+# Types of a note: what ranks have proved about a result that is not sound, by computing it again or by comparing.
+UNSOUND_MICRO_BATCH = "UnsoundMicroBatch"  # not finite wherever it is computed: the data's or the model's fault
+UNSOUND_RANK = "UnsoundRank"  # not finite on `culprit` alone
+SILENT_CORRUPTION = "SilentCorruption"  # finite, and not what other ranks have; `culprit` is wrong
+
+
 @dataclass
 class Fault:
-    """An exception in the rank."""
+    """An exception in the rank; as a note, what ranks have found and dealt with."""
 
     kind: ClassVar[str] = "fault"
     type: str
@@ -122,6 +128,7 @@ class Fault:
     cause: str = ""  # the line that the traceback names as the reason
     iteration: int | None = None  # the one in which it came
     micro_batch: int | None = None
+    culprit: int | None = None  # in a note: the slot of the rank at fault, if it is known
 
 
 @dataclass
@@ -155,6 +162,8 @@ class Status:
     outlives: bool = False
     saves_in: str = ""
     went_back: int | None = None
+    share: int = 0
+    verified: int = -1
 
 
 @dataclass

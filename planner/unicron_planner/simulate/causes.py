@@ -22,16 +22,17 @@ _TABLE = {
     ("node_health", 1): "lost_connection node_failed",
     ("process", 2): "exited_abnormally killed_from_outside",
     ("exception", 1): "ecc_error invalid_dma_mapping nvlink_error gpu_driver_error gpu_lost host_hardware_error "
-    "kernel_error nic_error local_disk_error",
+    "kernel_error nic_error local_disk_error silent_corruption",
     ("exception", 2): "illegal_memory_access cuda_error other_software_error others ecc_contained cuda_out_of_memory "
     "host_out_of_memory device_assert collective_mismatch application_error numerical_error configuration_error "
     "disk_full shared_memory_full file_system_error checkpoint_corrupt worker_died service_unreachable",
-    ("exception", 3): "connection_refused connection_reset other_network_error hardware_warning no_fault finished",
+    ("exception", 3): "connection_refused connection_reset other_network_error hardware_warning no_fault finished "
+    "bad_micro_batch",
     ("statistical", 2): "task_hang",
     ("statistical", 3): "nccl_timeout link_flapping",
 }
 CAUSES = {name: Cause(name, severity, method) for (method, severity), names in _TABLE.items() for name in names.split()}
-HARMLESS = ("hardware_warning", "no_fault", "finished")  # only reported: they disturb no job
+HARMLESS = ("hardware_warning", "no_fault", "finished", "bad_micro_batch")  # only reported: they disturb no job
 
 
 def find(text: str) -> Cause | None:

@@ -194,7 +194,26 @@ def arrange(complete: Iterable[list[int]]) -> list[int]:
     return list(chain.from_iterable(sorted(complete)))
 
 
-def deal(total: int, replicas: int, replica: int, lanes: int = 1) -> list[int]:
-    """Return the undisturbed assignment, which needs no message: replicas take turns, `lanes` micro-batches each."""
-    rounds = range(replica * lanes, total, replicas * lanes)
-    return [index for first in rounds for index in range(first, min(first + lanes, total))]
+def deal(total: int, replicas: int, replica: int, lanes: int = 1, shares: Sequence[int] = ()) -> list[int]:
+    """Return the undisturbed assignment, which needs no message: replicas take turns, `lanes` micro-batches each.
+    shares: rounds of each replica, which leaves out its turns after that; empty if all have equally many. Raises
+    ValueError for shares that are not all rounds."""
+    if not shares:
+        rounds: Sequence[int] = range(replica, -(-total // lanes), replicas)
+    elif len(shares) != replicas or sum(shares) != -(-total // lanes):
+        raise ValueError(f"{total} micro-batches in rounds of {lanes} are not {sum(shares)} of {len(shares)} replicas")
+    else:
+        rounds = _turns(tuple(shares))[replica]
+    return [index for one in rounds for index in range(one * lanes, min((one + 1) * lanes, total))]
+
+
+@lru_cache(maxsize=4)
+def _turns(shares: tuple[int, ...]) -> list[list[int]]:
+    """Return the rounds of each replica."""
+    found: list[list[int]] = [[] for _ in shares]
+    left, number = list(range(len(shares))), 0
+    while left := [replica for replica in left if len(found[replica]) < shares[replica]]:
+        for replica in left:
+            found[replica].append(number)
+            number += 1
+    return found

@@ -153,6 +153,9 @@ class Accumulation(ABC):
 
     def __init__(self, work: Work):
         self._work, self.total, self.seed = work, work.total, work.seed
+        self.weigh: Callable[[Iterable[torch.Tensor], bool], None] | None = None
+        """weigh(tensors, after) is called with this rank's own sum before the reduce, and with its part of the result.
+        Only while no reduce begins in a backward pass."""
         self.lost = work.lost
         self._snapshots = Snapshots(work.where)
         self._whole = True  # no part of a micro-batch is in the gradient
@@ -260,6 +263,11 @@ class Accumulation(ABC):
         return self._whole
 
     @property
+    def group(self) -> int:
+        """Micro-batches that a virtual pipeline computes together."""
+        return 1
+
+    @property
     def first(self) -> bool:
         """Whether the order of the gradients in the backward pass matters and is not known yet."""
         return False
@@ -272,6 +280,10 @@ class Accumulation(ABC):
     def own_norm(self) -> float:
         """Return the norm of this rank's own sum, before the reduce."""
         return norm_of(self.own_sum())
+
+    def _weigh_sum(self, tensors: Iterable[torch.Tensor], after: bool) -> None:
+        if self.weigh is not None:
+            self.weigh(tensors, after)
 
     @abstractmethod
     def _reduced(self) -> Iterable[torch.Tensor]:

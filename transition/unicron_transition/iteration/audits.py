@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from unicron_transition.iteration.ledger import UNKNOWN
@@ -39,7 +39,20 @@ class Digest(NamedTuple):
         return max(apart / largest, LEAST) if math.isfinite(apart) and largest > 0 else math.inf
 
 
+class Weights(NamedTuple):
+    """A gradient before and after its reduce in few numbers, of which the sum over all replicas is known."""
+
+    before: float
+    """The difference (:class:`Digest`) of the rank's own sum."""
+    norm: float
+    """Of it."""
+    after: float
+    """The difference of what the reduce has left in this rank's part."""
+
+
 NUMBERS = len(Digest._fields)
+WIDTH = 2 * NUMBERS + 1 + len(Weights._fields)  # of a replica's row at one place
+ROUNDING = 64.0  # times the precision of the gradients' format: what a sum of many replicas may be off
 Claim = tuple[int, int, Digest]  # (who says it, of whose micro-batch, what) at one place
 
 
@@ -53,6 +66,8 @@ class Told:
     """Replica -> that gradient, as its auditor has computed it."""
     states: Mapping[int, float]
     """Replica -> checksum of its parameters and the optimizer's state."""
+    sums: Mapping[int, Weights] = field(default_factory=dict)
+    """Replica -> its gradient before and after the reduce."""
     shift: int = 1
     """The auditor of a replica is so many replicas further."""
 
@@ -70,13 +85,13 @@ def tell(
     own: Digest | None,
     audited: tuple[int, Digest] | None,
     state: float | None,
+    sums: Weights | None = None,
 ) -> list[float]:
     """Return what this rank says, as numbers whose maximum over all members has what all of them say."""
-    numbers = [UNKNOWN] * (places * replicas * (2 * NUMBERS + 1))
-    width = 2 * NUMBERS + 1
+    numbers = [UNKNOWN] * (places * replicas * WIDTH)
 
     def put(of: int, column: int, values: Iterable[float]) -> None:
-        start = (place * replicas + of) * width + column
+        start = (place * replicas + of) * WIDTH + column
         values = [value if math.isfinite(value) else math.inf for value in values]
         numbers[start : start + len(values)] = values
 
@@ -86,24 +101,28 @@ def tell(
         put(audited[0], NUMBERS, audited[1])
     if state is not None:
         put(replica, 2 * NUMBERS, [state])
+    if sums is not None:
+        put(replica, 2 * NUMBERS + 1, sums)
     return numbers
 
 
 def hear(numbers: Sequence[float], places: int, replicas: int, shift: int) -> list[Told]:
     """Return what the ranks have said, place by place."""
-    width, found = 2 * NUMBERS + 1, []
+    found = []
     for place in range(places):
-        own, audited, states = dict[int, Digest](), dict[int, Digest](), dict[int, float]()
+        own, audited, states, sums = dict[int, Digest](), dict[int, Digest](), dict[int, float](), dict[int, Weights]()
         for of in range(replicas):
-            start = (place * replicas + of) * width
-            row = numbers[start : start + width]
+            start = (place * replicas + of) * WIDTH
+            row = numbers[start : start + WIDTH]
             if row[0] != UNKNOWN:
                 own[of] = Digest(*row[:NUMBERS])
             if row[NUMBERS] != UNKNOWN:
                 audited[of] = Digest(*row[NUMBERS : 2 * NUMBERS])
+            if row[2 * NUMBERS] != UNKNOWN:
+                states[of] = row[2 * NUMBERS]
             if row[-1] != UNKNOWN:
-                states[of] = row[-1]
-        found.append(Told(own, audited, states, shift))
+                sums[of] = Weights(*row[2 * NUMBERS + 1 :])
+        found.append(Told(own, audited, states, sums, shift))
     return found
 
 
@@ -112,7 +131,7 @@ class Verdict:
     """What is wrong, and who is at fault."""
 
     what: str
-    """`gradient` or `state`."""
+    """`gradient`, `state` or `sum`."""
     culprits: frozenset[int]
     """Replicas that are proven wrong; empty if no majority says who is right."""
     among: frozenset[int]
@@ -134,6 +153,19 @@ def differing_states(rounds: Sequence[Told]) -> Verdict | None:
         else:
             among |= set(told.states)
     return Verdict("state", frozenset(culprits), frozenset(among)) if among else None
+
+
+def wrong_sum(told: Told, precision: float, parts: bool) -> set[int]:
+    """Return the replicas in which the reduce has left something else than the sum of what all have sent; all of them
+    if the `parts` of the sum are in different replicas. precision: of the gradients' format."""
+    if not told.sums:
+        return set()
+    sent = math.fsum(each.before for each in told.sums.values())
+    most = ROUNDING * precision * math.fsum(each.norm for each in told.sums.values())
+    if parts:
+        right = abs(math.fsum(each.after for each in told.sums.values()) - sent) <= most
+        return set() if right else set(told.sums)
+    return {of for of, each in told.sums.items() if not abs(each.after - sent) <= most}
 
 
 def agree(told: Told, tolerance: float) -> bool:

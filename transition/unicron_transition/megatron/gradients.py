@@ -95,6 +95,12 @@ class Gradients(Accumulation):
         self._deferred, self._whole = None, True
 
     @property
+    def group(self) -> int:
+        if len(self.model) == 1:
+            return 1
+        return int(self.config.microbatch_group_size_per_vp_stage or self.layout.pipeline)
+
+    @property
     def first(self) -> bool:
         """Whether Megatron has not yet seen the order of the gradients in the backward pass of this process."""
         overlapped = (group for group in self._bucket_groups() if group.ddp_config.overlap_grad_reduce)
@@ -189,9 +195,7 @@ class Gradients(Accumulation):
         the interleaved schedule takes whole groups."""
         lanes, mine = self.layout.lanes, list(indices[self._lane :: self.layout.lanes])
         count = -(-len(indices) // lanes)
-        if len(self.model) > 1:
-            group = self.config.microbatch_group_size_per_vp_stage or self.layout.pipeline
-            count += -count % group
+        count += -count % self.group
         return mine, [*mine, *[indices[-1]] * (count - len(mine))]
 
     @contextlib.contextmanager
@@ -273,15 +277,35 @@ class Gradients(Accumulation):
 
         if self._deferred is not None:
             raise PeerLost(f"a bucket's reduce failed: {self._deferred}")
+        if self.layout.lanes == 1:  # otherwise Megatron sums dense parameters over other ranks than experts
+            self._weigh_sum(self.own_sum(), after=False)
         if self._ordered:
             self._dispatch_overlapped()
         own = own_parts_only(self.model) if self._sharded else contextlib.nullcontext()
-        with own, self._auxiliary.reducing():
+        with own, self._auxiliary.reducing(), self._weighing():
             (self.config.finalize_model_grads_func or finalize_model_grads)(self.model, self._tokens(ledger))
         proven = self._work.begin_sum(proof.tensor().to(self._device()))
         proof_sum = proven.finish().cpu()
         proven.check()
         return Proof.of(proof_sum)
+
+    @contextlib.contextmanager
+    def _weighing(self) -> Iterator[None]:
+        """Weigh the sums when Megatron has waited for them: it changes them afterwards."""
+        last = self.model[-1]
+        original = last.finish_grad_sync
+
+        def finish_grad_sync(*arguments: Any, **keywords: Any) -> Any:
+            result = original(*arguments, **keywords)
+            if self.layout.lanes == 1:
+                self._weigh_sum(self._reduced(), after=True)
+            return result
+
+        last.finish_grad_sync = finish_grad_sync
+        try:
+            yield
+        finally:
+            del last.finish_grad_sync
 
     def proven(self, tokens: float) -> float:
         return tokens if self.per_token else float(self.total)

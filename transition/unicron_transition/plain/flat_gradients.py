@@ -359,6 +359,7 @@ class PlainGradients(Accumulation):
     def reduce(self, ledger: Ledger, proof: Proof) -> Proof:
         if self._deferred is not None:
             raise self._deferred
+        self._weigh_sum(self.own_sum(), after=False)
         last = len(self._buckets) - 1
         while len(self._sums) < last:
             self._begin_bucket(len(self._sums))
@@ -372,6 +373,7 @@ class PlainGradients(Accumulation):
         proof_sum = Proof.of(alone) if last < 0 else self._buckets[last].proven()
         for each in self._sums:
             each.check()
+        self._weigh_sum(self._reduced(), after=True)
         return proof_sum
 
     def drain(self, unblock: Callable[[], Any]) -> None:

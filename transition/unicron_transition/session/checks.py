@@ -20,7 +20,7 @@ from unicron_detector.words import number_spans
 from unicron_transition.generations.layout import deal
 from unicron_transition.iteration import audits
 from unicron_transition.iteration.accumulation import Accumulation
-from unicron_transition.iteration.audits import ROUNDS, Digest, Told, Verdict
+from unicron_transition.iteration.audits import ROUNDS, Digest, Told, Verdict, Weights
 from unicron_transition.iteration.ledger import Ledger
 from unicron_transition.iteration.rank_log import inform, warn
 from unicron_transition.iteration.soundness import norm_of
@@ -53,6 +53,8 @@ class _Round:
     own: Digest | None = None
     audited: tuple[int, Digest] | None = None
     state: float | None = None
+    sums: list[float] = field(default_factory=list)
+    """As :class:`audits.Weights`, as far as they are known."""
 
 
 def settings(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
@@ -116,6 +118,11 @@ class Checks:
     def forget(self) -> None:
         """Forget what was found in this iteration: it goes on otherwise."""
         self._round = _Round()
+        self.gradients.weigh = None
+
+    def _weigh(self, tensors: Iterable[torch.Tensor], after: bool) -> None:
+        found = list(tensors)
+        self._round.sums += [_difference(found)] if after else [_difference(found), norm_of(found)]
 
     def shift(self) -> int:
         """Return how many replicas further the auditor of each replica is in this round."""
@@ -126,6 +133,7 @@ class Checks:
         layout, replicas, replica = self.member.layout, self.member.replicas, self.member.replica
         other = (replica - self.shift()) % replicas
         self.gradients.hold_reduces()
+        self.gradients.weigh = self._weigh
         theirs = Ledger(
             ledger.iteration, ledger.total, deal(ledger.total, replicas, other, layout.lanes)[: layout.lanes]
         )
@@ -160,7 +168,10 @@ class Checks:
             self._round.state = _bits(self.state.tensors())
         member, layout, found = self.member, self.member.layout, self._round
         place = member.slot % layout.size
-        return audits.tell(place, layout.size, member.replica, member.replicas, found.own, found.audited, found.state)
+        sums = Weights(*found.sums) if len(found.sums) == len(Weights._fields) else None
+        return audits.tell(
+            place, layout.size, member.replica, member.replicas, found.own, found.audited, found.state, sums
+        )
 
     def hear(self, iteration: int, numbers: Sequence[float]) -> bool:
         """Judge what the members have told; returns whether the state with which the iteration began is verified.
@@ -183,19 +194,27 @@ class Checks:
 
     def _judge(self, replicas: int) -> bool:
         """Judge the rounds so far; returns whether their gradients count."""
+        sums = self._wrong_sums(self._rounds[-1])
         tolerance = 0.0 if self._calibrating else self._tolerance
         if len(self._rounds) < ROUNDS:
-            if not all(audits.agree(told, tolerance) for told in self._rounds[-1]):
-                self._round = _Round()
+            if sums or not all(audits.agree(told, tolerance) for told in self._rounds[-1]):
+                self.forget()
                 raise AuditAgain
             self._tolerance, self._calibrating = tolerance, False
             return True
+        if sums:
+            raise CorruptState(Verdict("sum", frozenset(), frozenset(sums)))
         if self._calibrating:
             return self._calibrate(replicas)
         verdict = audits.wrong_gradients(self._rounds, replicas, self._tolerance)
         if verdict is not None:
             raise CorruptState(verdict)
         return True
+
+    def _wrong_sums(self, rounds: Sequence[Told]) -> set[int]:
+        dtypes = {each.dtype for each in self.gradients.own_sum()}
+        precision = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        return {of for told in rounds for of in audits.wrong_sum(told, precision, self.state.sharded)}
 
     def _calibrate(self, replicas: int) -> bool:
         found = audits.calibrate(self._rounds, replicas)
@@ -225,11 +244,14 @@ class Checks:
             return number_spans("slot", found)
 
         what = "parameters or optimizer state" if verdict.what == "state" else "gradient of one micro-batch"
-        if verdict.culprits:
+        if verdict.what == "sum":
+            text = f"{slots(verdict.among)} got another sum of gradients at iteration {iteration} than what all have sent"
+        elif verdict.culprits:
             text = f"{slots(verdict.culprits)} had another {what} than the other replicas at iteration {iteration}"
         else:
             text = f"{slots(verdict.among)} differ in the {what} at iteration {iteration}; no majority says who is right"
-        return Fault("SilentCorruption", text, time.time(), iteration=iteration)
+        slot = member.members[min(verdict.culprits) * size] if verdict.culprits else None
+        return Fault("SilentCorruption", text, time.time(), iteration=iteration, culprit=slot)
 
 
 def _bits(tensors: Iterable[torch.Tensor]) -> float:

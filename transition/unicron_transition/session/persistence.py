@@ -151,6 +151,11 @@ class Persistence:
         return self._folder if self._is_first else ""
 
     @property
+    def verified(self) -> int:
+        """The newest verified iteration, from the first rank only; -1 for none."""
+        return self.local.verified if self._is_first else -1
+
+    @property
     def _is_first(self) -> bool:
         return self._member.members[:1] == [self._member.slot]
 

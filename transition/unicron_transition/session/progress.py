@@ -57,6 +57,7 @@ class RankReporter:
         self._parameters = parameters  # of this rank's part of the model
         self._flops = flops  # of a micro-batch
         self.micro_batches_of: Callable[[int], int] = lambda iteration: at.ledger.total
+        self.share: Callable[[], int] = lambda: 0
         self._last_reported: tuple[Any, ...] = ()  # the position in the last status
 
     @property
@@ -107,6 +108,8 @@ class RankReporter:
             outlives=notice.outlives_notice(),
             saves_in=persistence.folder,
             went_back=self._local.went_back if rests else None,
+            share=self.share() if member.inside else 0,
+            verified=persistence.verified,
         )
 
     def _micro_batches(self, ledger: Ledger, phase: str) -> int:

@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 from unicron_detector.processes.rank_messages import Plan
 from unicron_transition.generations import groups
-from unicron_transition.generations.layout import deal
 from unicron_transition.generations.meshes import WorldGroups
 from unicron_transition.generations.watch import PlanTimeout
 from unicron_transition.iteration import rank_process
@@ -45,6 +44,7 @@ from unicron_transition.session.evaluation import Evaluations
 from unicron_transition.session.handover import Handover
 from unicron_transition.session.member import Member
 from unicron_transition.session.model_kinds import ModelKind, kind_of
+from unicron_transition.session.pacing import Pacing
 from unicron_transition.session.persistence import Persistence
 from unicron_transition.session.progress import RankReporter, SessionPosition
 from unicron_transition.session.trials import OnBadBatch, Trials
@@ -171,6 +171,8 @@ class Training:
         self._trials = Trials(self._member, self._exchange, self._gradients, OnBadBatch(on_bad_batch), scaled)
         self._reporter = RankReporter(self._at, self._member, self._gradients, self._persistence, parameters, flops)
         self._reporter.micro_batches_of = self.micro_batches_of
+        self._pacing = Pacing(self._member, self._gradients.group)
+        self._reporter.share = lambda: self._pacing.share
         wanted = check_settings() if self._channel is not None else (0, 0)
         self._checks = Checks(self._member, self._gradients, self._state, lambda: self._exchange.tells(), wanted)
         self._member.report = self._reporter.status
@@ -228,7 +230,7 @@ class Training:
         self._checks.begin_iteration(self.micro_batches)
         assigned, total = self._next_assignment, self.micro_batches
         if assigned is None:
-            assigned = deal(total, self._member.replicas, self._member.replica, self.layout.lanes)
+            assigned = self._pacing.deal(total)
         self._next_assignment = None
         self._at.moment = Ledger(self._at.iteration, total, assigned), "computing"
         self._gradients.begin_iteration(self._ordered_next or self._member.replicas * self.layout.lanes > total, total)
@@ -276,7 +278,7 @@ class Training:
         if not self._trials.under_way:
             if self._checks.audits(ledger.iteration):
                 self._checks.compute(ledger, self._gradients.compute)
-            self._gradients.compute(ledger)
+            self._pacing.compute(ledger, self._gradients.compute)
             return
         self._gradients.hold_reduces()
         owed, assigned = ledger.todo(), ledger.assigned
@@ -364,7 +366,7 @@ class Training:
         if not self._committed and self._channel is not None:
             self._agree_to_step()
         elif not self._committed:
-            told = self._checks.told(self._at.ledger.iteration)
+            told = self._told()
             self._on_commit(self._exchange.commit(None, False, self._saving.wanted, False, self._trials.unsound, told))
         self._committed = True
         self._local.wait_copied()
@@ -379,7 +381,7 @@ class Training:
             unsound = self._trials.unsound
             if not unsound:  # otherwise no plan may step it
                 self._set_phase("synced")
-            saving, first, told = self._saving, self._gradients.first, self._checks.told(self._at.ledger.iteration)
+            saving, first, told = self._saving, self._gradients.first, self._told()
             result = self._exchange.commit(self._watch.offer, first, saving.wanted, saving.busy, unsound, told)
             self._agreed_offer, self._ordered_next = result.offer, result.first
         self._on_commit(result)
@@ -390,9 +392,14 @@ class Training:
         if result.unsound:
             self._checks.forget()
             raise _Unsound
-        if self._checks.hear(self._at.ledger.iteration, result.told):
-            self._persistence.note_verified(self._at.ledger.iteration)
+        ledger = self._at.ledger
+        if self._checks.hear(ledger.iteration, self._pacing.heard(result.told, ledger.total)):
+            self._persistence.note_verified(ledger.iteration)
         self._saving.on_commit(result)
+
+    def _told(self) -> list[float]:
+        ledger = self._at.ledger
+        return [*self._pacing.told(ledger), *self._checks.told(ledger.iteration)] if self._exchange.tells() else []
 
     @contextlib.contextmanager
     def _recovering(self) -> Iterator[None]:

@@ -159,5 +159,5 @@ class Trials:
 
     def _report(self, kind: str, text: str, iteration: int, index: int, slot: int | None = None) -> None:
         warn(text if slot is not None else f"micro-batch {index} of iteration {iteration}: {text}")
-        self._member.note = Fault(kind, text, time.time(), iteration=iteration, micro_batch=index)
+        self._member.note = Fault(kind, text, time.time(), iteration=iteration, micro_batch=index, culprit=slot)
         self._member.publish("running")

@@ -41,7 +41,7 @@ class ImageRing:
         self._holds_verified = holds_verified  # the newest verified image stays until another one is verified
         self._images: dict[Path, Image] = {}
         self._last: Path | None = None  # the file that this process wrote last
-        self._verified: Path | None = None  # the file with that image, if this process has marked it
+        self._verified: Path | None = None  # the file with that image, as far as it was looked for
 
     def write(
         self, key: Key, head: bytes, data_bytes: int, fill: Callable[[Image], bytes | None], needed: int = -1
@@ -79,8 +79,8 @@ class ImageRing:
             return next(path for path in (*self.paths[after:], *self.paths[:after]) if path != self._verified)
         there = [found for found in inventory(self.paths[0].parent) if found.path in self.paths]
         left = {found.path: found.key.iteration for found in there}
-        verified = self._newest_verified(there)
-        others = [path for path in self.paths if path != verified] or self.paths
+        self._verified = self._newest_verified(there)  # also that of an earlier process
+        others = [path for path in self.paths if path != self._verified]
         free = [path for path in others if needed < 0 or left.get(path) != needed]
         return min(free or others, key=lambda path: (path == self._last, left.get(path, -1)))
 

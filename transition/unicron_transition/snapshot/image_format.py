@@ -50,7 +50,7 @@ _TORN, _WHOLE = struct.pack("<I", 0), struct.pack("<I", 1)
 _FRONT = struct.Struct(f"<8sI4sIIQQ{DIGEST}s{DIGEST}s")
 _STATE = slice(12, 16)  # the place of the state in it
 _KEY = _FRONT.size + DIGEST  # the place of the key, after the digest of front and key
-_VERIFIED = slice(PAGE - DIGEST, PAGE)  # the place of the mark of a verified state, which release 0.2 does not read
+_MARK = slice(PAGE - DIGEST, PAGE)  # the place of the mark of a verified state, which release 0.2 does not read
 # torch's name of a type -> the numpy type that moves it
 RAW = {
     "float64": "<f8",
@@ -222,7 +222,7 @@ def _data_offset(head_bytes: int) -> int:
 
 def _page(key: Key, head: bytes, offset: int, data_bytes: int, data_digest: bytes) -> bytes:
     about = msgpack.packb(vars(key))
-    if _KEY + len(about) > _VERIFIED.start:
+    if _KEY + len(about) > _MARK.start:
         raise ValueError("the image's key is too long")
     fixed = _FRONT.pack(
         _MAGIC, IMAGE.number, _WHOLE, len(about), len(head), offset, data_bytes, digest(head), data_digest
@@ -413,7 +413,7 @@ def read_page(path: Path) -> ImagePage:
     except (TypeError, ValueError) as error:
         raise BadImage(f"{path}: not an image of this release ({error})") from None
     head_bytes, offset, data_bytes, head_digest, data_digest = rest
-    verified = page[_VERIFIED] == _verified_mark(page)
+    verified = page[_MARK] == _verified_mark(page)
     return ImagePage(path, key, head_bytes, head_digest, offset, data_bytes, data_digest, version, verified)
 
 
@@ -430,7 +430,7 @@ def mark_verified(found: ImagePage) -> None:
         page = os.pread(descriptor, _KEY, 0)
         with contextlib.suppress(BadImage):
             if read_page(found.path) == found:
-                os.pwrite(descriptor, _verified_mark(page), _VERIFIED.start)
+                os.pwrite(descriptor, _verified_mark(page), _MARK.start)
     finally:
         os.close(descriptor)
 

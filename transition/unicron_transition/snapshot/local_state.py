@@ -34,7 +34,8 @@ class LocalState:
         self.went_back: int | None = None
         """This rank has given its state up, which is unsound, and has not begun another one yet: the newest iteration
         that it knows to be verified, -1 for none."""
-        self._verified = -1  # the newest iteration that was found sound
+        self.verified = -1
+        """The newest iteration that an audit has found sound, as far as this rank knows."""
         self._began = -1  # the first iteration that this process knows
 
     # ------------------------------------------------------------ before a generation
@@ -81,18 +82,12 @@ class LocalState:
         if self.went_back is not None:  # what was kept meanwhile, also by others, is unsound as well
             self._remove_images_after(iteration)
             self._set_aside_after(iteration, first)
-            self.went_back, self._verified = None, min(self._verified, iteration)
+            self.went_back, self.verified = None, min(self.verified, iteration)
 
     # ------------------------------------------------------------ what audits have found
     def note_verified(self, iteration: int, mark: str) -> None:
         """Note that an audit has found the state with which `iteration` began sound. mark: of its images."""
-        self._verified = max(self._verified, iteration)
-
-    @property
-    def verified(self) -> int:
-        """The newest iteration that is known to be verified, and from which this rank could begin; -1 for none."""
-        saved = self._checkpoints.verified if self._checkpoints is not None else -1
-        return max(self._verified, saved)
+        self.verified = max(self.verified, iteration)
 
     def go_back(self, writer: Writer, first: bool) -> int:
         """Give up the state, which is unsound, with everything kept of it since the last verified one. If none is, only
@@ -100,7 +95,8 @@ class LocalState:
         :meth:`reachable_states` lists sound states only. Waits for no other rank. first: this rank sets the checkpoints
         aside. Returns the newest iteration that is left.
         """
-        self.went_back = verified = self.verified
+        saved = self._checkpoints.verified if self._checkpoints is not None else -1
+        self.went_back = verified = max(self.verified, saved)
         left = verified if verified >= 0 else self._began
         self._remove_images_after(verified)
         self._set_aside_after(left, first or verified < 0)  # another rank may have begun later

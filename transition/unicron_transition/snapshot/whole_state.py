@@ -184,7 +184,7 @@ class WholeState(LocalState):
         self._folder, self._checkpoints = memory_folder() if every else None, checkpoints
         self.note_destination()
         self._beginnings = Beginnings(self._folder, checkpoints, start, writer())
-        self._verified = self._beginnings.verified
+        self.verified = self._beginnings.verified
         if self._folder is not None:
             self._keeper = keeper = Keeper(self._folder, self._slot, every)
             self._cuts, self._filing = keeper.cuts, keeper.aside

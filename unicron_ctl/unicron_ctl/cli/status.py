@@ -10,7 +10,7 @@ from unicron_ctl.cli.filter_options import Filters, filter_options
 from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.commands.alternative import alternative
 from unicron_ctl.shared.commands.options import controller_option, print_json
-from unicron_ctl.shared.protocol.answer_schema import Explanation, Job, Node, Status
+from unicron_ctl.shared.protocol.answer_schema import Explanation, Job, Node, NodeHistory, Status
 from unicron_ctl.shared.protocol.client import as_struct, ask_controller
 from unicron_ctl.shared.system.columns import Cell, Listing, show, terminal_width
 from unicron_ctl.shared.system.errors import PROBLEM_FOUND, WRONG_USE, UserError
@@ -71,11 +71,18 @@ def nodes(as_json: bool, filters: Filters, controller: str | None) -> None:
 
 
 @click.command(name="explain")
-@click.argument("job")
+@click.argument("job", required=False)
+@click.option("--node", metavar="NODE", help="Explain what the log holds against a node instead.")
 @json_option
 @controller_option()
-def explain(job: str, as_json: bool, controller: str | None) -> None:
+def explain(job: str | None, node: str | None, as_json: bool, controller: str | None) -> None:
     """Explain why a job was treated as it was. JOB is an id or a name."""
+    if (job is None) is (node is None):
+        raise UserError("name either a JOB or --node NODE", WRONG_USE)
+    if node is not None:
+        history = ask_controller({"kind": "history", "node": node}, controller)
+        _show(history, as_json, lambda _: status_tables.node_history(as_struct(history, NodeHistory)))
+        return
     data = ask_controller({"kind": "explain", "job": job}, controller)
     data["alternative"] = (
         None if data["ended"] else alternative(ask_controller({"kind": "scenario"}, controller), data["job"])

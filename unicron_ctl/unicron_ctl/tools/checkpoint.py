@@ -18,7 +18,7 @@ from unicron_ctl.shared.system.printable import print_text
 from unicron_detector.health.program_output import run_program
 from unicron_detector.words import plural
 from unicron_transition.snapshot import folders, reading
-from unicron_transition.snapshot.formats import convert, opening, own
+from unicron_transition.snapshot.formats import convert, finite, opening, own
 from unicron_transition.snapshot.formats.format_table import BY_NAME, EXPORTS
 from unicron_transition.snapshot.formats.index import BadCheckpoint, Index
 
@@ -117,26 +117,35 @@ def show(folder: Path, as_json: bool) -> None:
     size = sum(tensor.nbytes for tensor in index.tensors.values())
     layout = f", written by {index.layout}" if index.layout else ""
     tensors = f"{plural(len(index.tensors), 'tensor')}, {size / 1e9:.3f} GB"
-    print_text(f"{index.format}, iteration {index.iteration}{layout}: {tensors}")
+    audited = ", verified by an audit" if _is_verified(folder, index) else ""
+    print_text(f"{index.format}, iteration {index.iteration}{layout}: {tensors}{audited}")
     for line in index.common.losses():
         print_text(line, err=True)
     for tensor in index.tensors.values():
         print_text(f"{tensor.name}  {list(tensor.shape)}  {tensor.dtype}")
 
 
+def _is_verified(folder: Path, index: Index) -> bool:
+    whole = own.newest(folder.resolve()) if index.format == own.FORMAT else None
+    return whole is not None and whole.verified
+
+
 @command.command("verify")
 @click.argument("folder", type=FOLDER)
 def verify_command(folder: Path) -> int:
-    """Read the newest checkpoint in FOLDER, and say what is damaged.
+    """Read the newest checkpoint in FOLDER, and say what is damaged, and what is no number or infinite.
 
-    The exit status is 3 if something is.
+    The exit status is 3 if something is. Infinities in a buffer are said, and are no problem: masks have them.
     """
+    notes: list[str] = []
     try:
         with reading.files_of(folder):
             index, wrong = opening.verify(folder)
-    except OSError as error:
+            if index is not None and not wrong:
+                wrong, notes = finite.examine(index)
+    except (BadCheckpoint, OSError) as error:
         raise UserError(_line_of(error)) from None
-    for line in wrong:
+    for line in (*wrong, *notes):
         print_text(line, err=True)
     if wrong or index is None:
         return PROBLEM_FOUND if index is not None else FAILURE

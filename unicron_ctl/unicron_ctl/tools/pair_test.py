@@ -11,13 +11,12 @@ import msgspec
 
 from unicron_ctl.shared.commands.options import Number, controller_option, print_json
 from unicron_ctl.shared.protocol.client import ask_controller
-from unicron_ctl.shared.slurm import CommandLineClient, drains
+from unicron_ctl.shared.slurm import CommandLineClient, drains, pairs
+from unicron_ctl.shared.slurm.pairs import Findings, PairTest
 from unicron_ctl.shared.slurm.steps import search_path
 from unicron_ctl.shared.system.columns import Listing, show
 from unicron_ctl.shared.system.errors import PROBLEM_FOUND, UserError
 from unicron_ctl.shared.system.printable import print_text
-from unicron_ctl.tools import pairs
-from unicron_ctl.tools.pairs import Findings, PairTest
 from unicron_detector.health.pair_probe import BACKENDS
 
 REPORT_SECONDS = 2.0  # for the controller's answer to a verdict
@@ -84,7 +83,7 @@ def command(
     client = CommandLineClient(env={"PATH": environment["PATH"]})
     known = client.nodes()
     tested, others, left_out = pairs.choose(known, client.hostnames(nodes), helpers)
-    wish = pairs.Wish(seconds, backend, slower, patience, queue, partition)
+    wish = pairs.Wish(seconds, backend, slower, {}, patience, queue, partition)
     wish = dataclasses.replace(wish, python=python) if python else wish
     if dry_run:
         by_name = {node.name: node for node in known}

@@ -73,11 +73,16 @@ def _job(job: Job, status: Status) -> View:
     }
 
 
+def _where(failure: Failure) -> str:
+    slots = status_tables.slots_of(failure)
+    return f"{slots} on {failure.node}" if slots and failure.kind != "node" else failure.node
+
+
 def _failure(failure: Failure) -> View:
     return {
         "id": failure.id,
         "job": failure.job,
-        "where": failure.node if failure.kind == "node" else f"{status_tables.slots_of(failure)} on {failure.node}",
+        "where": _where(failure),
         "severity": failure.severity,
         "cause": failure.cause,
         "by": failure.detected_by,

@@ -49,15 +49,39 @@ def test_slow_from_the_first_iteration_on(ranks, phase):
     named, culprit = feed(Stragglers(), rows(ranks, 48, slow={1: {phase: factor}}))
     assert named == 1 and (culprit.slot, culprit.phase) == (1, phase)
     assert culprit.slowdown == pytest.approx(1.2, abs=0.03)
-    assert "slot 1 takes" in culprit.reason and "all of the last 48" in culprit.reason
+    assert "slot 1 takes" in culprit.reason and "in the last " in culprit.reason
 
 
-def test_named_after_48_iterations_and_no_longer_when_it_is_over():
+TWICE = {name: 2.0 for name in ("data", "forward", "backward")}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_one_that_becomes_half_as_fast_is_named_within_five_iterations_until_it_is_over(ranks):
     watch = Stragglers()
-    assert feed(watch, rows(4, 47, slow={2: {"backward": 1.5}}))[1] is None
-    assert feed(watch, rows(4, 1, slow={2: {"backward": 1.5}}))[1].slot == 2
-    assert feed(watch, rows(4, 40, slow={2: {"backward": 1.5}}))[0] == 0, "it is named once"
-    assert feed(watch, rows(4, 16))[1] is None
+    assert feed(watch, rows(ranks, 300, lambda rng: lambda _: rng.gauss(1.0, 0.05))) == (0, None)
+    named, culprit = feed(watch, rows(ranks, 5, lambda rng: lambda _: rng.gauss(1.0, 0.05), slow={1: TWICE}, seed=2))
+    assert named == 1 and culprit.slot == 1
+    assert feed(watch, rows(ranks, 40, slow={1: TWICE}))[0] == 0, "it is named once"
+    assert feed(watch, rows(ranks, 16))[1] is None
+
+
+def test_a_fault_does_not_raise_its_own_limit():
+    """It becomes slow in small steps, each of which is within the noise of the one before."""
+    watch = Stragglers()
+    feed(watch, rows(4, 300))
+    for step in range(12):
+        feed(watch, rows(4, 40, slow={2: {"backward": 1.0 + 0.05 * step}}, seed=step))
+    assert watch.current is not None and watch.current.slot == 2
+
+
+def test_what_is_known_of_the_noise_outlives_a_new_generation():
+    """Runs as high as these are usual here, and the newcomers are no more even."""
+    watch = Stragglers()
+    draw = DISTRIBUTIONS["bimodal 1.8x"]
+    feed(watch, rows(4, 3000, draw))
+    for seed in range(40):
+        watch.clear()
+        assert feed(watch, rows(4, 80, draw, seed=seed)) == (0, None)
 
 
 def test_less_than_a_tenth_does_not_count():
@@ -84,6 +108,7 @@ def test_other_ranks_or_stages_begin_anew_and_are_not_compared():
     watch, stages = Stragglers(), {0: 0, 1: 0, 2: 1, 3: 1}
     for row in rows(4, 100, slow={2: {"forward": 2.0}, 3: {"forward": 2.0}}):
         assert watch.observe(row, stages) is None
+    watch = Stragglers()
     feed(watch, rows(4, 48, slow={2: {"forward": 2.0}}))
     assert watch.current.slot == 2
     assert feed(watch, rows(2, 16))[1] is None, "it is gone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import zmq
 from unicron_detector.formats import RANKS
 from unicron_detector.processes import rank_channel
 from unicron_detector.processes.rank_channel import RankChannel
-from unicron_detector.processes.rank_messages import Fault, Status, Step, ToRank
+from unicron_detector.processes.rank_messages import FROM_RANK, Fault, Status, Step, ToRank, encode
 
 LIMIT_MS = 30_000
 MANY = 3_000  # more than ZeroMQ takes for an agent that is not there
@@ -171,3 +172,9 @@ def test_a_closed_channel_takes_messages_and_drops_them(agent: StubAgent, channe
     assert agent.hear()["kind"] == "step"
     channel.send(Status("finished"))
     channel.close()
+
+
+def test_no_field_of_a_message_takes_the_place_of_its_sender():
+    head = msgpack.unpackb(encode(Fault("E", "", 0.0), 3, 1)).keys() - {each.name for each in dataclasses.fields(Fault)}
+    assert head == {"v", "kind", "slot", "incarnation", "pid"}
+    assert not any(each.name in head for kind in FROM_RANK.values() for each in dataclasses.fields(kind))

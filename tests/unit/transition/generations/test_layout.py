@@ -55,6 +55,33 @@ def test_replicas_take_turns_with_as_many_micro_batches_as_they_have_lanes():
     assert [layout.deal(7, 2, replica, lanes=2) for replica in range(2)] == [[0, 1, 4, 5], [2, 3, 6]]
 
 
+def test_a_replica_leaves_out_its_turns_after_its_share():
+    dealt = [layout.deal(11, 3, replica, lanes=2, shares=[1, 3, 2]) for replica in range(3)]
+    assert dealt == [[0, 1], [2, 3, 6, 7, 10], [4, 5, 8, 9]]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 3), st.data())
+def test_any_shares_deal_each_micro_batch_once(shares, lanes, data):
+    """The first round of each replica is that of an equal deal: an auditor computes it without knowing the shares."""
+    total = sum(shares) * lanes - data.draw(st.integers(0, lanes - 1))
+    replicas = len(shares)
+    dealt = [layout.deal(total, replicas, replica, lanes, shares) for replica in range(replicas)]
+    assert sorted(index for own in dealt for index in own) == list(range(total))
+    assert [-(-len(own) // lanes) for own in dealt] == shares
+    assert all(own[:lanes] == layout.deal(total, replicas, place, lanes)[:lanes] for place, own in enumerate(dealt))
+
+
+def test_equal_shares_are_the_equal_deal():
+    for replica in range(3):
+        assert layout.deal(8, 3, replica, shares=[3, 3, 2]) == layout.deal(8, 3, replica)
+
+
+@pytest.mark.parametrize("shares", [[4, 4, 1], [4, 4]])
+def test_shares_that_are_not_all_rounds_are_refused(shares):
+    with pytest.raises(ValueError, match="8 micro-batches in rounds of 1"):
+        layout.deal(8, 3, 0, shares=shares)
+
+
 @pytest.mark.parametrize(
     ("shape", "text"),
     [

@@ -11,12 +11,14 @@ from unicron_transition.iteration.audits import (
     Digest,
     Told,
     Verdict,
+    Weights,
     agree,
     calibrate,
     differing_states,
     hear,
     tell,
     wrong_gradients,
+    wrong_sum,
 )
 
 
@@ -29,7 +31,7 @@ def round_of(replicas: int, shift: int, wrong=lambda who, of, number: None) -> l
     """What the only place tells. wrong(who, of, number): a digest in place of the right one, or None."""
     own = {of: wrong(of, of, 0) or right(of) for of in range(replicas)}
     audited = {of: wrong((of + shift) % replicas, of, 1) or right(of) for of in range(replicas)}
-    return [Told(own, audited, {}, shift)]
+    return [Told(own, audited, {}, shift=shift)]
 
 
 def flipped(number: int) -> Digest:
@@ -38,11 +40,11 @@ def flipped(number: int) -> Digest:
 
 def test_all_members_hear_what_each_of_them_says():
     own, other = Digest(3.0, 1.0, -2.0), Digest(5.0, math.inf, 0.0)
-    mine = tell(1, 2, 0, 3, own, (2, other), 77.0)
+    mine = tell(1, 2, 0, 3, own, (2, other), 77.0, Weights(1.0, 2.0, 3.0))
     theirs = tell(0, 2, 2, 3, None, None, 78.0)
     told = hear([max(pair) for pair in zip(mine, theirs, strict=True)], 2, 3, shift=1)
-    assert told[1] == Told({0: own}, {2: other}, {0: 77.0}, 1)
-    assert told[0] == Told({}, {}, {2: 78.0}, 1)
+    assert told[1] == Told({0: own}, {2: other}, {0: 77.0}, {0: Weights(1.0, 2.0, 3.0)}, 1)
+    assert told[0] == Told({}, {}, {2: 78.0}, {}, 1)
 
 
 @pytest.mark.parametrize(
@@ -115,3 +117,20 @@ def test_a_rank_that_computes_another_gradient_each_time_cannot_be_audited():
     count = itertools.count()
     rounds = [round_of(2, 1, lambda who, of, _: Digest(next(count), 1.0 + next(count), 0.5)) for _ in range(2)]
     assert "computes a micro-batch again" in calibrate(rounds, 2).trouble
+
+
+@pytest.mark.parametrize(
+    ("after", "parts", "wrong"),
+    [
+        ((3.0, 3.0), False, set()),
+        ((3.0, 3.0 + 1e-6), False, set()),
+        ((3.0, 3.1), False, {1}),
+        ((1.0, 2.0), True, set()),
+        ((1.0, 2.1), True, {0, 1}),
+        ((3.0, math.inf), False, {1}),
+    ],
+)
+def test_a_sum_is_what_all_have_sent(after, parts, wrong):
+    told = Told({}, {}, {}, {0: Weights(1.0, 5.0, after[0]), 1: Weights(2.0, 4.0, after[1])})
+    assert wrong_sum(told, 2.0**-23, parts) == wrong
+    assert wrong_sum(Told({}, {}, {}), 2.0**-23, parts) == set()

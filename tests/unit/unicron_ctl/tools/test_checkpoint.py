@@ -180,6 +180,16 @@ def test_what_verify_doubts_is_said_and_is_no_damage(tmp_path, snapshot):
     assert [text.replace(str(tmp_path), "FOLDER") for text in (done.stderr, done.stdout)] == snapshot
 
 
+def test_what_is_no_number_is_a_problem_though_every_byte_is_whole(tmp_path, saved):
+    """Defect: of a training whose loss was NaN, it said "all whole"."""
+    state, _ = saved
+    state.model[0][0].weight.data[0, 0] = torch.nan
+    Checkpoints(tmp_path / "nan").save_last(state, 7)
+    done = invoke("verify", tmp_path / "nan")
+    assert done.return_value == PROBLEM_FOUND and not done.stdout
+    assert done.stderr == "0.weight: 1 of 40 numbers is not finite (1 NaN)\n"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root reads for another user")
 @pytest.mark.parametrize("name", EVERY)
 def test_root_reads_what_is_the_users_own_and_nothing_else(tmp_path, name, snapshot):

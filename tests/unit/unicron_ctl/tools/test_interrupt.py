@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.hanging_sruns import Sruns
+from unicron_ctl.shared.slurm import pairs
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
-from unicron_ctl.tools import pairs
 
 
 def test_it_ends_all_sruns_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.listings import fits, on_a_terminal, printed
+from unicron_ctl.shared.slurm.pairs import Findings, PairTest
 from unicron_ctl.shared.system.columns import show
 from unicron_ctl.tools import pair_test
-from unicron_ctl.tools.pairs import Findings, PairTest
 
 
 def test_it_fits_80_columns_and_nothing_that_matters_is_cut(

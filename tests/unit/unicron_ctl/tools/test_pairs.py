@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from unicron_ctl.shared.slurm import drains, steps
+from unicron_ctl.shared.slurm import drains, pairs, steps
 from unicron_ctl.shared.slurm.slurm_client import NodeInfo
 from unicron_ctl.shared.system.errors import UserError
-from unicron_ctl.tools import pair_test, pairs
+from unicron_ctl.tools import pair_test
 from unicron_ctl.tools.pair_test import report_of
 from unicron_detector.health.pair_probe import MARK, add_numbers, numbers, ports
 from unicron_detector.health.pair_test import Outcome

@@ -454,7 +454,8 @@ class Agent:
 
     def _on_welcome(self, message: wire.Welcome) -> None:
         self._reports.configure(message.heartbeat_period, message.progress_seconds, message.brief)
-        self._reports.sampling.configure(message.metrics_seconds, message.metrics_directory, time.monotonic())
+        sampling = message.metrics_seconds, message.metrics_directory, time.monotonic(), message.symptom_seconds
+        self._reports.sampling.configure(*sampling)
         self._layout, self._ending.notice_seconds = message.layout, message.notice_seconds
         self._snapshots.memory.open(message.run)
         again = self.registration.on_welcome()

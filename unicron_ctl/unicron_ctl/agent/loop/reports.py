@@ -221,5 +221,7 @@ class Reports:
     def _metrics(self, now: float) -> None:
         sample = self.sampling.read_sample(now)
         if sample is not None:
-            ranks = self._vitals.sample(self._ranks.values(), now)
-            self._send(wire.Metrics(*self._me, host=sample.host, node=sample.node, ranks=ranks))
+            ranks = self._vitals.sample(self._ranks.values(), now) if sample.whole else {}
+            message = wire.Metrics(*self._me, host=sample.host, node=sample.node, ranks=ranks, whole=sample.whole)
+            message.symptoms, message.losses, message.addresses = sample.symptoms, sample.losses, sample.addresses
+            self._send(message)

@@ -14,6 +14,8 @@ import sys
 import msgspec
 
 from unicron_ctl.agent.ranks.ranks import package_path
+from unicron_detector.health.connections import PeerLoss
+from unicron_detector.health.symptoms import notable
 
 TRIES = 3  # children that end or fall silent; then this node sends no metrics
 SILENT_PERIODS = 5.0
@@ -24,7 +26,14 @@ class Sample(msgspec.Struct):
     """One line of `unicron_detector.health.sampler`."""
 
     host: str
-    node: dict[str, float]
+    whole: bool
+    """Whether it has all metrics, not only symptoms."""
+    node: dict[str, float] = {}
+    symptoms: dict[str, float] = {}
+    losses: dict[str, PeerLoss] = {}
+    """By peer; segments a second."""
+    addresses: list[str] = []
+    """The node's own."""
 
 
 class Sampling:
@@ -32,19 +41,23 @@ class Sampling:
 
     def __init__(self, folder: str) -> None:
         """Measure the latency of `folder`, unless the controller names another."""
+        self._symptoms = 0.0
+        self._told = False  # the last sample was worth telling
         self._folder, self._directory, self._seconds = folder, folder, 0.0
         self._child: subprocess.Popen[bytes] | None = None
         self._buffer = b""
         self._due = self._heard = 0.0
         self._tries = 0
 
-    def configure(self, seconds: float, directory: str, now: float) -> None:
-        """Take a sample every so many seconds from now on; 0 for none."""
+    def configure(self, seconds: float, directory: str, now: float, symptoms: float = 0.0) -> None:
+        """Take a sample every so many seconds from now on; 0 for none. symptoms: the same for symptoms."""
         directory = directory or self._folder
-        if (seconds, directory) == (self._seconds, self._directory) or not 0 <= seconds < float("inf"):
+        wanted = seconds, directory, symptoms
+        if wanted == (self._seconds, self._directory, self._symptoms) or not 0 <= seconds < float("inf"):
             return
         self.close()
-        self._seconds, self._directory, self._due, self._tries = seconds, directory, now + seconds, 0
+        self._seconds, self._directory, self._symptoms = seconds, directory, symptoms
+        self._due, self._tries = now + seconds, 0
 
     def read_sample(self, now: float) -> Sample | None:
         """Return the newest sample, if there is a new one. now: seconds, as for :meth:`configure`."""
@@ -64,13 +77,26 @@ class Sampling:
         *lines, self._buffer = (self._buffer + data)[-LINE_BYTES:].split(b"\n")
         self._heard = now if lines else self._heard
         try:
-            return msgspec.json.decode(lines[-1], type=Sample) if lines else None
+            samples = [msgspec.json.decode(line, type=Sample) for line in lines]
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
+        return self._worth_telling(samples)
+
+    def _worth_telling(self, samples: list[Sample]) -> Sample | None:
+        """Return the newest of the samples that the controller should have: a whole one, one with symptoms, or the
+        first without."""
+        found = None
+        for sample in samples:
+            told, self._told = self._told, notable(sample.symptoms, sample.losses)
+            if sample.whole or self._told or told:
+                found = sample
+        return found
 
     def _start(self, now: float) -> None:
         self._tries += 1
         command = [sys.executable, "-m", "unicron_detector.health.sampler", f"--seconds={self._seconds}"]
+        command += [f"--symptoms={self._symptoms}"] if self._symptoms else []
+        command += ["--often"] if self._directory == self._folder else []  # a shared one has many visitors
         # The working folder leads with -m; a module of the user's there, such as `signal.py`, must not be taken.
         environment = {**os.environ, "PYTHONPATH": package_path({}), "PYTHONSAFEPATH": "1"}
         environment.pop("PYTHONHOME", None)  # the user's may be another Python's

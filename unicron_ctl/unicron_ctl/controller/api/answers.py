@@ -22,7 +22,7 @@ from unicron_ctl.controller.model.job_state import Failure
 from unicron_ctl.controller.nodes import isolation, readmission
 from unicron_ctl.controller.plan import planning
 from unicron_ctl.controller.plan.inputs import inputs, usable_nodes, why_fixed
-from unicron_ctl.shared.log import records, savings, week
+from unicron_ctl.shared.log import lemons, records, savings, week
 from unicron_ctl.shared.log.naming import KINDS_WITH_NODES
 from unicron_ctl.shared.log.store import EventFilter, Store
 from unicron_ctl.shared.protocol import answer_schema as schema
@@ -31,6 +31,7 @@ from unicron_ctl.shared.protocol.questions import (
     EventsQuestion,
     ExplainQuestion,
     Filters,
+    HistoryQuestion,
     InjectOrder,
     NoArguments,
     PauseOrder,
@@ -349,6 +350,17 @@ def report(core: Core, store: Store, question: ReportQuestion, asker: Asker) -> 
     return answer
 
 
+def history(core: Core, store: Store, question: HistoryQuestion, asker: Asker) -> schema.NodeHistory:
+    """Return a node's incidents, and how they add up."""
+    if not asker.reads_all:
+        raise Unanswerable(f"{asker} may not read this: only readers and admins")
+    seen = core.view.slurm.seen
+    if question.node not in core.state.nodes and (seen is None or question.node not in seen.by_name):
+        raise Unanswerable(f"neither Slurm nor the log knows a node {question.node[:100]!r}")
+    part = store.since(lemons.WEIGHTS, core.now - lemons.SECONDS)
+    return lemons.history(part.events, question.node, core.now)
+
+
 def observed_lines(core: Core, store: Store) -> list[str]:
     """Return the last weekly sum and the sum since then, in one line each. After a short pause in which nothing was
     left undone there is no second line."""
@@ -402,6 +414,7 @@ QUESTIONS: dict[str, tuple[type[msgspec.Struct], Callable[[Core, Store, Any, Ask
     "inject": (InjectOrder, inject),
     "health": (readmission.Report, health),
     "report": (ReportQuestion, report),
+    "history": (HistoryQuestion, history),
     "pause": (PauseOrder, pause),
     "resume": (ResumeOrder, resume),
     "ping": (NoArguments, ping),

@@ -149,9 +149,10 @@ def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
         nan_since=state.nan_since if state.nan_since >= 0 else None,
         goodput=state.goodput,
         trained_seconds=state.trained_seconds,
-        lost_seconds=state.lost_seconds,
+        lost_seconds=state.all_lost_seconds,
         blocks=_blocks(state) if state.settings.block > 1 and not state.ended else [],
         checkpoints="" if brief else next((s.saves_in for _, _, s in view.all_ranks() if s.saves_in), ""),
+        verified=None if brief else max((s.verified for _, _, s in view.all_ranks() if s.verified >= 0), default=None),
     )
 
 
@@ -239,7 +240,12 @@ def _planned_with(core: Core, state: JobState) -> list[JobState]:
 
 def _slow(core: Core, state: JobState) -> schema.Slow | None:
     runtime = core.runtimes.get(state.job)
-    return plain(runtime.sensors.times.slow, schema.Slow) if runtime and runtime.sensors.times.slow else None
+    if runtime is None or (slow := runtime.sensors.times.slow) is None:
+        return None
+    found = plain(slow, schema.Slow)
+    if state.swap is None and slow.slot is not None and runtime.swaps.element == state.element(slow.slot):
+        found.swap = runtime.swaps.why
+    return found
 
 
 def anomalies(core: Core, job: str) -> list[schema.Anomaly]:

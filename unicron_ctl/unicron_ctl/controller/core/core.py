@@ -34,9 +34,9 @@ from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.fold import fold
 from unicron_ctl.controller.model.job_state import JobState, Phase
 from unicron_ctl.controller.model.quotas import LogQuota
-from unicron_ctl.controller.model.requests import Action, Knock, Probe, Run
+from unicron_ctl.controller.model.requests import Action, Knock, Probe, Run, TestPairs
 from unicron_ctl.controller.model.view import Listing, Live, Outcome, Send, SlurmView, View
-from unicron_ctl.controller.nodes import isolation, readmission
+from unicron_ctl.controller.nodes import isolation, pair_tests, readmission
 from unicron_ctl.controller.plan import reconcile, slurm_actions
 from unicron_ctl.controller.plan.inputs import around, inputs, replan, why_fixed
 from unicron_ctl.controller.sense import iterations, members, outliers
@@ -47,6 +47,7 @@ from unicron_ctl.shared.log.savings import PLAN
 from unicron_ctl.shared.protocol import datagrams, wire
 from unicron_ctl.shared.protocol.reach import Reach
 from unicron_ctl.shared.settings.config import ControllerConfig
+from unicron_ctl.shared.slurm.pairs import Findings
 from unicron_ctl.shared.slurm.slurm_client import UNSAID, ElementInfo, NodeInfo, Site
 from unicron_detector.failures.classify import Classifier
 from unicron_detector.failures.text_budget import Budget
@@ -485,11 +486,16 @@ class Core:
             live = view.job(job)
             live.touched.update(element for element in live.agents if job.gives_back(element))
         self.carry_out(reconcile.watching(view, desk, listing, [job for job in jobs if job not in planned]))
+        self.carry_out(pair_tests.next_test(view, desk.pair_tests, listing))
         self._dirty.update(job.job for job in (*jobs, *kept))
 
     def on_action(self, action: Action, error: str) -> None:
         """Takes in that Slurm carried out an action, or refused it."""
         self._containment.attempt(action.job, f"Slurm's answer to {action.label}", self._action_done, action, error)
+
+    def on_pair_test(self, request: TestPairs, found: Findings | str) -> None:
+        """Takes in the result of a pair test, or why there is none."""
+        self.carry_out(pair_tests.on_findings(self.view, self.slurm.pair_tests, self.slurm.gate, request, found))
 
     def on_knock(self, request: Knock, answer: Reach | None) -> None:
         """Takes in the answer of a node's slurmd."""

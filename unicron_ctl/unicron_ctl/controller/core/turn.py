@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 
-from unicron_ctl.controller.job import adoption, job_events, spares, transitions
+from unicron_ctl.controller.job import adoption, job_events, spares, swaps, transitions
 from unicron_ctl.controller.job.modes import Trigger
 from unicron_ctl.controller.job.orders import Order, StandingOrders, awaits_doors, due_orders, next_start
 from unicron_ctl.controller.job.runtime import JobRuntime, report_healed
@@ -70,9 +70,12 @@ class Turns:
                 self._sense(job, view)
             else:
                 raise BrokenInvariant(f"the state machine does not come to rest in {job.phase}")
+            runtime = self._runtime(job)
+            sensors = runtime.sensors
+            self._carry_out(swaps.advance(self._view, view, sensors.times, runtime.swaps, sensors.peers.standing))
             self._revive_outsiders(job, view)
             self._carry_out(report_healed(view))
-            self._carry_out(spares.report_spares(self._view, view, self._runtime(job).spares))
+            self._carry_out(spares.report_spares(self._view, view, runtime.spares))
         if not job.set_aside and (view.touched or job.job in self.begun):
             self._send_orders(job)
 

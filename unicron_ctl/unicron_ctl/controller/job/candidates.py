@@ -28,6 +28,8 @@ def _may_work(view: View, job: JobView, element: int) -> bool:
         return False
     if agent is not None and (view.unfit(agent.node) or job.state.moves(element)):
         return False
+    if job.state.swap is not None and job.state.swap.element == element:
+        return False
     return allotted is None or element in allotted
 
 
@@ -145,11 +147,11 @@ def remaining(members: Sequence[int], leavers: Collection[int], size: int) -> li
     return layout.arrange(whole or layout.compose((slot for slot in members if slot not in gone), size)[0])
 
 
-def leavers(job: JobView) -> list[int]:
+def leavers(job: JobView, joiners: Collection[int] = ()) -> list[int]:
     """Return the members that must leave, with the others in the replicas that they break up. The last replica never
-    leaves, because no other has the state."""
+    leaves, because no other has the state. A suspect leaves only when enough `joiners` take its place."""
     state = job.state
-    departing = state.departing
+    departing = state.departing | spares.leaving_by_swap(job, joiners)
     if not departing or state.plan is None:
         return []
     named = [slot for slot in state.members if state.element(slot) in departing]

@@ -51,5 +51,22 @@ def _lost_share(job: JobView, iteration: int, total: int, lanes: int) -> list[in
         return []
     planned = plan.assignment if plan.iteration == iteration else {}
     heads, hit = layout.heads(plan.members, plan.replica), job.state.hit()
-    usual = {slot: layout.deal(total, len(heads), place, lanes) for place, slot in enumerate(heads) if slot in hit}
+    shares = _shares_by_speed(job, heads, iteration, total, lanes)
+    usual = {
+        slot: layout.deal(total, len(heads), place, lanes, shares) for place, slot in enumerate(heads) if slot in hit
+    }
     return [index for slot in usual for index in planned.get(slot, usual[slot])]
+
+
+def _shares_by_speed(job: JobView, heads: list[int], iteration: int, total: int, lanes: int) -> list[int]:
+    """The rounds that each replica had of the iteration by its speed; empty in an equal deal."""
+    shares = []
+    for slot in heads:
+        lost = job.state.lost.get(slot)
+        status = job.status(slot) if lost is None else job.last_word(slot, lost)
+        known = status is not None and status.iteration == iteration
+        shares.append(-(-status.share // lanes) if status is not None and known else 0)
+    rounds = -(-total // lanes)
+    if shares.count(0) == 1 and sum(shares) < rounds:  # one that was lost before it told
+        shares[shares.index(0)] = rounds - sum(shares)
+    return shares if 0 not in shares and sum(shares) == rounds else []

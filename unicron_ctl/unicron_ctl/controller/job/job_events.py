@@ -73,14 +73,19 @@ def _in_words(gone: Mapping[int, str]) -> str:
 
 
 def _regroup(view: View, job: JobView) -> Trigger | None:
-    if not job.state.regroup and any(_gave_up(job, slot) for slot in job.stopped):
-        return Trigger(Event.FAULT, "the training state is unsound: all go back to one that is sound")
-    return Trigger(Event.FAULT, job.state.regroup) if job.state.regroup else None
+    if job.state.regroup:
+        return Trigger(Event.FAULT, job.state.regroup)
+    return _unsound(view, job) if job.stopped else None
 
 
-def _gave_up(job: JobView, slot: int) -> bool:
-    status = job.status(slot)
-    return status is not None and status.went_back is not None
+def _unsound(view: View, job: JobView) -> Trigger | None:
+    """Members have given up their training state. All do so at the same moment, and a Break before they have heard of
+    it would keep their own."""
+    found = ((at, job.status(slot)) for slot, at in job.stopped.items())
+    since = [at for at, status in found if status is not None and status.went_back is not None]
+    if not since or (len(since) < len(job.unfinished) and view.now - min(since) < view.config.fault_grace):
+        return None
+    return Trigger(Event.FAULT, "the training state is unsound: all go back to one that is sound")
 
 
 def _relayout(view: View, job: JobView) -> Trigger | None:
@@ -255,7 +260,7 @@ def _never_a_replica(job: JobView) -> str:
 def _change(view: View, job: JobView) -> Trigger | None:
     """Newcomers that can be taken in, and elements that the plan takes away."""
     state = job.state
-    departing = bool(state.leaving or state.noticed)
+    departing = bool(state.leaving or state.noticed or state.swap)
     if (not job.ready and not departing) or not job.has_store():
         return None
     if not departing and not _look_now(view, job, len(job.ready)):
@@ -263,7 +268,8 @@ def _change(view: View, job: JobView) -> Trigger | None:
     if job.room <= 0 and not departing and job.complete:
         return None  # all that wait are spares
     mode = mode_of(state)
-    joiners, gone = newcomers(view, job, mode.join_delay(view.config)), leavers(job)
+    joiners = newcomers(view, job, mode.join_delay(view.config))
+    gone = leavers(job, joiners)
     if not (joiners or gone) or len(job.unfinished) < len(state.members):
         return None
     words = " and ".join(
@@ -271,7 +277,8 @@ def _change(view: View, job: JobView) -> Trigger | None:
         for group, verb in ((joiners, "join"), (gone, "leave"))
         if group
     )
-    words = "; ".join([words, *(swap.text for swap in spares.swaps(view, job, joiners))])
+    swapped = [state.swap.reason] if state.swap is not None and spares.leaving_by_swap(job, joiners) else []
+    words = "; ".join([words, *swapped, *(swap.text for swap in spares.swaps(view, job, joiners))])
     return mode.change(view, job, words, joiners, sorted(gone))
 
 

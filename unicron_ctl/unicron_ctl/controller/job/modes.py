@@ -193,7 +193,7 @@ def worth(nodes: int, newcomers: int, age: float, config: ControllerConfig) -> t
     world's age, and the start. It gains the newcomers' share until the expected failure of the larger world, after
     which they would come in anyway.
     """
-    cost = min(age, config.checkpoint_seconds / 2.0) + config.transition_seconds
+    cost = restart_cost(age, config)
     until_failure = config.mtbf_node_hours * 3600.0 / max(1, nodes + newcomers)
     gain = until_failure * newcomers / max(1, nodes)
     sums = (
@@ -203,6 +203,11 @@ def worth(nodes: int, newcomers: int, age: float, config: ControllerConfig) -> t
     if gain > cost:
         return True, f"{sums}: all processes start again in a larger world"
     return False, f"{sums}: they wait for the next restart"
+
+
+def restart_cost(age: float, config: ControllerConfig) -> float:
+    """Seconds that it costs to end a world `age` seconds old: the work since its last checkpoint, and the start."""
+    return min(age, config.checkpoint_seconds / 2.0) + config.transition_seconds
 
 
 SESSION, RESTART = Session(), Restart()

@@ -421,6 +421,7 @@ def welcome(view: View, job: JobState) -> wire.Welcome:
         heartbeat_period=config.heartbeat_period,
         controller="unicrond",
         metrics_seconds=config.metrics_seconds,
+        symptom_seconds=config.symptom_seconds,
         metrics_directory=config.metrics_directory,
         progress_seconds=progress_seconds(view, job),
         layout=job.layout,

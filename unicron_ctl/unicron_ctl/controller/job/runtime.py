@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from unicron_ctl.controller.job.modes import LoggedNewcomers
 from unicron_ctl.controller.job.orders import StandingOrders
 from unicron_ctl.controller.job.spares import LoggedSpares
+from unicron_ctl.controller.job.swaps import SwapNotes
 from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_ledger import JobLedger, PlainSteps
 from unicron_ctl.controller.model.job_state import Failure, Identity, JobState, Phase
@@ -38,6 +39,7 @@ class JobRuntime:
     ledger: JobLedger | PlainSteps
     newcomers: LoggedNewcomers = field(default_factory=LoggedNewcomers)
     spares: LoggedSpares = field(default_factory=LoggedSpares)
+    swaps: SwapNotes = field(default_factory=SwapNotes)
     cuts: Cuts = field(default_factory=Cuts)
     standing_orders: StandingOrders | None = None
     """The last orders that are the same for all agents."""
@@ -68,6 +70,8 @@ class JobRuntime:
         if isinstance(record, records.PlanMade):
             again = record.plan.source is None and isinstance(self.ledger, JobLedger)
             self.disturbed_until = -1 if not again or record.plan.iteration is None else record.plan.iteration
+        elif isinstance(record, records.Reform) and record.unsound_until >= 0 and isinstance(self.ledger, JobLedger):
+            self.ledger.go_back(record.sound)
         elif isinstance(record, records.Break):
             self.outsiders.update(one.slot for one in record.lost)
         elif isinstance(record, records.GenerationEntered):
@@ -111,10 +115,15 @@ class JobRuntime:
         self.sensors.times.on_step(message, state.mode.reports, lanes_of(job.rank_layout))
         drops = state.replica > 1 or (state.plan is not None and state.plan.state is not None)
         accounts = self.ledger.add(message, self._reporters(state), lambda iteration: iteration <= bound, drops)
-        nan_since = state.nan_since
+        nan_since, unsound = state.nan_since, state.unsound_seconds
         for account in accounts:
             finite = account.loss is None or math.isfinite(account.loss)
             nan_since = -1 if finite else account.iteration if nan_since < 0 else min(nan_since, account.iteration)
+            recovery = account.iteration <= self.disturbed_until or bool(account.unreported)
+            if not finite:
+                unsound += account.seconds
+            elif account.computed > account.total and not recovery:  # it was no step at first
+                unsound += max(0.0, account.seconds - (state.seconds or account.seconds))
             status = next((job.status(slot) for slot in message.slots), None)
             step = records.Step(
                 iteration=account.iteration,
@@ -127,11 +136,11 @@ class JobRuntime:
                 train_iterations=status.train_iterations if status else 0,
                 micro_batches=account.total,
                 computed=account.computed,
+                unsound_seconds=unsound,
                 unreported=account.unreported,
                 ago=late if (late := now - message.at) > LATE_SECONDS else 0.0,
             )
             out.record(state, step, account.generation)
-            recovery = account.iteration <= self.disturbed_until or bool(account.unreported)
             for record in self.sensors.times.on_iteration(state, account, recovery, now):
                 out.record(state, record, account.generation)
             if account.problems and self.violations.allows("", now):

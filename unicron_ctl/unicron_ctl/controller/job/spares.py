@@ -57,7 +57,24 @@ def entrants(view: View, job: JobView, found: Mapping[int, Sequence[int]]) -> se
     whole = {element for element, slots in found.items() if element in inside or len(slots) == job.per_node}
     room = job.room - sum(not late(view, job, element) for element in _returning(view, job, whole))
     again = {e for e in whole if any(job.agents[e].ranks[slot].incarnation > 0 for slot in found[e])}
-    return pick(job, found, room, inside, lambda e: (e not in whole, e not in again, e))
+
+    def order(element: int) -> tuple[object, ...]:
+        return element not in whole, element not in again, element
+
+    if (swap := job.state.swap) is not None:
+        taken = pick(job, found, room + len(swap.elements), inside, order)
+        if leaving_by_swap(job, (slot for element in taken for slot in found[element])):
+            return taken
+    return pick(job, found, room, inside, order)
+
+
+def leaving_by_swap(job: JobView, joiners: Iterable[int]) -> frozenset[int]:
+    """The elements of a suspect that these slots replace: they fill its places and all that are empty."""
+    swap, inside = job.state.swap, job.state.inside
+    if swap is None or not inside.issuperset(swap.elements):
+        return frozenset()
+    coming = len({slot // job.per_node for slot in joiners} - inside)
+    return swap.elements if coming >= max(0, job.room) + len(swap.elements) else frozenset()
 
 
 def formers(job: JobView, slots: Iterable[int]) -> list[int]:

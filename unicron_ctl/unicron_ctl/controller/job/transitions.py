@@ -113,8 +113,8 @@ def form_generation(view: View, job: JobView, trigger: Trigger) -> Outcome:
 def _failed_before(
     job: JobView, reports: Mapping[int, RankStatus], found: FormableGeneration | None
 ) -> tuple[str, records.Reform | None] | None:
-    """What follows if the job has failed TRIES times from the state that it would begin with again: in words, and a
-    record that takes it to an older one, None if there is none. None if it has not failed so often."""
+    """Return what follows if the job has failed TRIES times from the state that it would begin with again: the words,
+    and a record that takes it to an older one, None if there is none. None if it has not failed so often."""
     state = job.state
     if found is None or found.iteration != state.restored or state.fruitless < TRIES:
         return None
@@ -203,8 +203,14 @@ def reform_job(view: View, job: JobView, trigger: Trigger) -> Outcome:
         return _go_back(view, job, trigger, max(back.values()))
     out = Outcome()
     reason = f"{trigger.reason}: formed anew from the newest state in memory, a checkpoint, or the script"
-    out.record(job.state, records.Reform(reason=reason))
+    out.record(job.state, records.Reform(reached=_furthest(job), reason=reason))
     return out
+
+
+def _furthest(job: JobView) -> int:
+    """The furthest iteration that members had come to, by their last words."""
+    words = (job.last_word(slot, process) for slot, process in job.state.members.items())
+    return max((word.iteration + (word.phase == "stepped") for word in words if word is not None), default=-1)
 
 
 def _go_back(view: View, job: JobView, trigger: Trigger, verified: int) -> Outcome:
@@ -310,7 +316,7 @@ def _account(job: JobState) -> str:
         return ""
     return (
         f"{plural(job.iteration + 1, 'iteration')}, goodput {100.0 * job.goodput:.1f} %, "
-        f"{job.lost_seconds:.1f} s lost in {plural(len(job.failures), 'failure')}"
+        f"{job.all_lost_seconds:.1f} s lost in {plural(len(job.failures), 'failure')}"
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from unicron_ctl.controller.judge import agent_failures, rank_failures
+from unicron_ctl.controller.judge import agent_failures, notes, rank_failures
 from unicron_ctl.controller.model.finding import Finding, What
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
@@ -24,7 +24,7 @@ JUDGES: dict[What, Callable[[View, JobView, Finding], Outcome]] = {
     What.UNUSABLE: rank_failures.leave_out_member,
     What.HANG: rank_failures.hang,
     What.COLLECTIVE: rank_failures.collective,
-    What.NOTE: rank_failures.record_note,
+    What.NOTE: notes.record_note,
     What.NODE_LOST: agent_failures.node_lost,
     What.AGENT_DIED: agent_failures.agent_died,
     What.NODE_ENDED: agent_failures.node_ended,

@@ -358,19 +358,6 @@ def to_restart(job: JobState) -> set[int]:
     return {slot for slot in job.members if job.element(slot) != kept}
 
 
-# ---------------------------------------------------------------- notes, and actions that failed
-def record_note(view: View, job: JobView, finding: Finding) -> Outcome:
-    """Record a fault that ranks have corrected by themselves: nothing has to be done."""
-    out, note = Outcome(), finding.fault
-    assert note is not None
-    verdict = view.classifier.text(f"{note.type}: {note.text}")
-    decision = Decision(verdict.severity, REATTEMPT, note.text, verdict.cause)
-    slots = list(finding.slots)
-    out.record(job.state, failure_of(job, "transfer", slots, finding, verdict, decision, noted=note.at, member=False))
-    out.record(job.state, records.FailureAction(failure=records.THIS_FAILURE, text="nothing was trained with it"))
-    return out
-
-
 # ---------------------------------------------------------------- processes of old generations
 def revive(view: View, job: JobView, slot: int) -> Outcome:
     """Restart a living process that a plan went on without: it holds old state."""
@@ -379,6 +366,7 @@ def revive(view: View, job: JobView, slot: int) -> Outcome:
     if agent is None or status is None or not agent.alive:
         return out
     unusable = agent.element in state.leaving or view.unfit(agent.node) or state.moves(agent.element)
+    unusable = unusable or (state.swap is not None and state.swap.element == agent.element)
     if unusable or taken_away(state, agent.element):
         return out
     identity = Identity(agent.agent, status.incarnation)

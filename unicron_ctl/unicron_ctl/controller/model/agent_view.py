@@ -26,6 +26,7 @@ class LastWord(NamedTuple):
     iteration: int
     phase: str
     done: list[int]
+    share: int = 0
 
 
 def _is_news(old: RankStatus, rank: RankStatus) -> bool:
@@ -294,7 +295,7 @@ class AgentView:
             if rank.state == "starting":
                 self.began[slot] = now
         elif old.incarnation != rank.incarnation:
-            self.before[slot] = LastWord(old.incarnation, old.iteration, old.phase, old.done)
+            self.before[slot] = LastWord(old.incarnation, old.iteration, old.phase, old.done, old.share)
             self.began[slot] = now
         if rank.state in CAN_ENTER and (slot in self.began or old is None or old.state not in CAN_ENTER):
             self._came(slot, rank.incarnation, now)

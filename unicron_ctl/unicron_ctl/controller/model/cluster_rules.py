@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from unicron_ctl.controller.model import node_state, slurm_rules
-from unicron_ctl.controller.model.cluster_state import ClusterState, DeferredTake, Mark, PlanReport
+from unicron_ctl.controller.model.cluster_state import ClusterState, DeferredTake, Mark, PairResults, PlanReport
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
@@ -12,6 +14,7 @@ from unicron_detector.failures.fault_history import WHOLE_JOB, Fault
 from unicron_detector.failures.severity import Severity
 
 ENDED_KEPT = 100  # jobs
+PAIRS_KEPT = 200  # times of pairs of one kind
 
 
 def on_job_registered(state: ClusterState, event: Event, record: records.JobRegistered) -> None:
@@ -85,6 +88,16 @@ def on_remember_progress(state: ClusterState, event: Event, record: records.Reco
     for slot in state.history.acting(event.job) if job else ():
         if slot == WHOLE_JOB or (job and slot in job.members):
             state.history.note_recovery(event.job, slot, event.time)
+
+
+def on_pair_test(state: ClusterState, event: Event, record: records.PairTest) -> None:
+    """Learns from a pair test."""
+    if record.state in ("good", "slow", "bad"):
+        results = state.pair_results.setdefault(record.evidence, PairResults())
+        results.tested += 1
+        results.confirmed += record.state != "good"
+    if record.seconds:
+        state.pair_seconds.setdefault(record.alike, deque(maxlen=PAIRS_KEPT)).extend(record.seconds)
 
 
 def on_observed(state: ClusterState, event: Event, record: records.ActionObserved) -> None:

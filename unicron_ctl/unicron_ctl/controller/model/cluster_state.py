@@ -78,6 +78,15 @@ class PlanReport:
 
 
 @dataclass
+class PairResults:
+    """Outcomes of pair tests for one kind of evidence."""
+
+    tested: int = 0
+    confirmed: int = 0
+    """Tests in which the node was bad or slow."""
+
+
+@dataclass
 class ClusterState:
     """All jobs and nodes, and the history of the escalation."""
 
@@ -117,6 +126,10 @@ class ClusterState:
     told: dict[str, int] = field(default_factory=dict)
     """Target of [notify] -> the last event that it has got."""
     history: History = field(default_factory=History)
+    pair_seconds: dict[str, deque[float]] = field(default_factory=dict)
+    """Partition and backend -> seconds for a gigabyte of the last pairs that were sound."""
+    pair_results: dict[str, PairResults] = field(default_factory=dict)
+    """By the evidence that led to the test."""
     out_of_service: set[str] = field(default_factory=set)
     """Nodes that get no work from this controller, even while Slurm does not show them so yet."""
     ended: list[str] = field(default_factory=list)

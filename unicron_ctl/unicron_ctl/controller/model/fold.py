@@ -117,6 +117,7 @@ _CLUSTER: dict[type[records.Record], _Rule] = {
     records.ActionObserved: cluster_rules.on_observed,
     records.ObservedWeek: cluster_rules.on_observed_week,
     records.FailureDetected: cluster_rules.on_remember_fault,
+    records.PairTest: cluster_rules.on_pair_test,
     records.Step: cluster_rules.on_remember_progress,
     records.WorldProved: cluster_rules.on_remember_progress,
     records.JobEnded: cluster_rules.on_forget,
@@ -132,6 +133,7 @@ _NODE: dict[type[records.Record], _Rule] = {
     records.NodeEvent: node_rules.on_said,
     records.NodeVerdict: node_rules.on_judged,
     records.NodeAvoided: node_rules.on_avoided,
+    records.Anomaly: node_rules.on_anomaly,
 }
 _JOB: dict[type[records.Record], _Rule] = {
     records.AgentRegistered: job_rules.on_agent_registered,
@@ -142,6 +144,7 @@ _JOB: dict[type[records.Record], _Rule] = {
     records.AgentGone: job_rules.on_agent_gone,
     records.AgentBack: job_rules.on_agent_back,
     records.NodeAvoided: slurm_rules.on_avoided,
+    records.NodeSwap: job_rules.on_swap,
     records.ElementUnpinned: slurm_rules.on_refused,
     records.SlurmAction: slurm_rules.on_of_element,
     records.SlurmDone: slurm_rules.on_of_element_done,
@@ -196,6 +199,9 @@ _DECISIONS: frozenset[type[records.Record]] = frozenset(
         records.IsolationWithheld,
         records.TakeDeferred,
         records.NodeAvoided,
+        records.NodeSwap,
+        records.Anomaly,
+        records.PairTest,
         records.TakeWithheld,
         records.RankStart,
         records.StartedCold,

@@ -147,6 +147,15 @@ class JobLedger:
 
     open: dict[int, OpenIteration] = field(default_factory=dict)
     closed: int = -1
+    generation: int = 0
+    """The newest of which a report came."""
+    over: int = -1
+    """Iterations of generations up to this one were made with an unsound state, and are made again."""
+
+    def go_back(self, iteration: int) -> None:
+        """Expects `iteration` and the later ones again, from a later generation."""
+        self.closed, self.over = min(self.closed, iteration - 1), self.generation
+        self.open.clear()
 
     def add(
         self, step: StepTable, members: Collection[int], disturbed: Callable[[int], bool], drops: bool = False
@@ -157,8 +166,9 @@ class JobLedger:
         be missing. drops: after a Break ranks may have to drop their gradients, in a replica composed anew or to repeat
         a step.
         """
-        if step.iteration <= self.closed or not 0 < step.total <= MOST_TOTAL:
+        if step.iteration <= self.closed or step.generation <= self.over or not 0 < step.total <= MOST_TOTAL:
             return []
+        self.generation = max(self.generation, step.generation)
         entry = self.open.get(step.iteration)
         if entry is None:
             entry = self.open[step.iteration] = OpenIteration(step.total)

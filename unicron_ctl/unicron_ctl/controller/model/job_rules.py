@@ -19,6 +19,7 @@ from unicron_ctl.controller.model.job_state import (
     Phase,
     SlotState,
     Unsound,
+    Swap,
 )
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event
@@ -52,6 +53,8 @@ def on_agent_registered(job: JobState, event: Event, record: records.AgentRegist
     if old is None or old.agent != record.agent:
         job.parted.pop(record.element, None)  # it may be another node
         job.noticed.pop(record.element, None)
+        if job.swap is not None and job.swap.element == record.element:
+            job.swap = None
         for slot in record.slots:
             job.slots[slot] = SlotState()  # new processes: counting starts again
 
@@ -87,6 +90,8 @@ def on_agent_gone(job: JobState, event: Event, record: records.AgentGone) -> Non
     if agent and agent.agent == record.agent:
         agent.gone = record.reason
         job.noticed.pop(record.element, None)
+        if job.swap is not None and job.swap.element == record.element:
+            job.swap = None
         if record.reason != "finished":
             leave_with_block(job, record.element)
 
@@ -95,6 +100,13 @@ def on_agent_back(job: JobState, event: Event, record: records.AgentBack) -> Non
     agent = job.agents.get(record.element)
     if agent and agent.agent == record.agent:
         agent.gone = ""
+
+
+def on_swap(job: JobState, event: Event, record: records.NodeSwap) -> None:
+    if record.state == "planned":
+        job.swap = Swap(record.element, record.agent, tuple(record.along), record.reason)
+    elif record.state == "dropped":
+        job.swap = None
 
 
 def on_ranks_ready(job: JobState, event: Event, record: records.RanksReady) -> None:
@@ -123,7 +135,7 @@ def on_failure_detected(job: JobState, event: Event, record: records.FailureDete
     kept = msgspec.structs.replace(record, leave_out={}, exits=ends, escalation=None)  # the rest is for the fold alone
     job.failures.append(Failure(event.id, event.job, event.time, kept))
     if record.noted is not None:
-        _slot(job, record.slots[0]).noted = record.noted
+        _slot(job, record.slots[0] if record.noted_by is None else record.noted_by).noted = record.noted
     for seen in record.exits:
         _slot(job, seen.slot).exit_seen = Identity(seen.agent, seen.incarnation)
     _condemn(job, record.leave_out)
@@ -212,7 +224,7 @@ def on_break(job: JobState, event: Event, record: records.Break) -> None:
         if failure.record.member and failure.broken_at is None:
             failure.broken_at, failure.generation = event.time, event.generation
     if job.phase is not Phase.BREAKING:
-        again = min(job.trained_seconds, record.repeated * (job.seconds or 0.0))
+        again = min(job.stepping_seconds, record.repeated * (job.seconds or 0.0))
         job.trained, job.lost_seconds = job.trained - again, job.lost_seconds + again
         job.restarts += bool(record.lost)
         job.tries = record.tries
@@ -378,12 +390,15 @@ def _note_unsound(job: JobState, record: records.Reform) -> None:
 def on_reform(job: JobState, event: Event, record: records.Reform) -> None:
     _note_former_group(job)
     if job.plan is not None:
+        job.advanced = job.advanced or record.reached > job.restored
         _note_fruitless(job)
     if record.unsound_until >= 0:
         _note_unsound(job, record)
     job.plan = job.offer = None
     job.members, job.joining, job.lost, job.condemned, job.worked = {}, {}, {}, {}, {}
     job.regroup, job.order = "", []
+    if job.mode.keeps_state:  # its node's memory may hold the newest state
+        job.swap = None
 
 
 def on_layout_wanted(job: JobState, event: Event, record: records.LayoutWanted) -> None:
@@ -404,7 +419,7 @@ def on_layout_chosen(job: JobState, event: Event, record: records.LayoutChosen) 
 def on_step(job: JobState, event: Event, record: records.Step) -> None:
     _note_time(job, event, record)
     job.iteration, job.loss, job.nan_since = record.iteration, record.loss, record.nan_since
-    job.advanced = job.advanced or record.loss is not None
+    job.unsound_seconds = max(job.unsound_seconds, record.unsound_seconds)
     if job.unsound is not None and record.iteration >= job.unsound.until:
         job.unsound = None
     job.iterations_wanted = record.train_iterations or job.iterations_wanted
@@ -429,7 +444,7 @@ def _note_time(job: JobState, event: Event, record: records.Step) -> None:
         before = job.stepped or min((failure.detected_at for failure in job.failures), default=at)
         since = at - before if before < at else made * record.seconds
         own = min(since, made * record.seconds, made * (job.seconds or math.inf))
-        job.trained, job.lost_seconds = job.trained_seconds, job.lost_seconds + max(0.0, since - own)
+        job.trained, job.lost_seconds = job.stepping_seconds, job.lost_seconds + max(0.0, since - own)
         job.stepping_since, job.stepped_in = at - own, event.generation
     job.stepped = at
 

@@ -205,6 +205,21 @@ Voter = tuple[int, str]
 """An element, and its agent."""
 
 
+class Swap(NamedTuple):
+    """An element whose node is a suspect, and that leaves when spares take its place."""
+
+    element: int
+    agent: str
+    along: tuple[int, ...]
+    """Elements that leave with it: they make a replica or a block with it, and are spares afterwards."""
+    reason: str
+
+    @property
+    def elements(self) -> frozenset[int]:
+        """All elements that leave."""
+        return frozenset((self.element, *self.along))
+
+
 class Voting(NamedTuple):
     """The agents that have a vote on how a job goes on."""
 
@@ -286,6 +301,8 @@ class JobState(_Memberships):
     leaving: list[int] = field(default_factory=list)
     noticed: dict[int, str] = field(default_factory=dict)
     """Elements that will end soon by their agents' notice -> these agents: they leave at the next boundary."""
+    swap: Swap | None = None
+    """The suspect that a spare is to replace."""
     failures: deque[Failure] = field(default_factory=lambda: deque(maxlen=FAILURES_KEPT))
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=DECISIONS_KEPT))
     iteration: int = -1
@@ -302,6 +319,8 @@ class JobState(_Memberships):
     lost_seconds: float = 0.0
     """Seconds between the last step of a generation and the first of the next one, and of iterations made again;
     before the first step, since the first failure."""
+    unsound_seconds: float = 0.0
+    """Seconds of iterations without a finite loss, and of trying iterations again that were no step at first."""
     lost_before: float = 0.0
     """Seconds that had been lost up to the last failure that was healed."""
     stepping_since: float = 0.0
@@ -321,7 +340,7 @@ class JobState(_Memberships):
     restored: int = -1
     """The iteration of the state from which it was formed last; -1 before."""
     advanced: bool = False
-    """It has made a sound iteration since."""
+    """Its ranks have made an iteration since."""
     fruitless: int = 0
     """Times in a row that it was formed from that state and ended without a sound iteration, each time with the same
     cause."""
@@ -565,13 +584,23 @@ class JobState(_Memberships):
     def goodput(self) -> float | None:
         """The share that was not lost of the time from the first step, or an earlier failure, to the last step; None
         before the first step."""
-        whole = self.trained_seconds + self.lost_seconds
+        whole = self.trained_seconds + self.all_lost_seconds
         return self.trained_seconds / whole if whole > 0.0 else None
 
     @property
     def trained_seconds(self) -> float:
         """Seconds from the first step to the last one that were not lost."""
+        return max(0.0, self.stepping_seconds - self.unsound_seconds)
+
+    @property
+    def stepping_seconds(self) -> float:
+        """Seconds of all iterations, unsound ones included, but for what failures have cost."""
         return self.trained + self.stepped - self.stepping_since
+
+    @property
+    def all_lost_seconds(self) -> float:
+        """Seconds that were lost by failures and by unsound iterations."""
+        return self.lost_seconds + min(self.unsound_seconds, self.stepping_seconds)
 
     @property
     def seconds(self) -> float | None:

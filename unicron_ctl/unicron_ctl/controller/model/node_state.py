@@ -79,6 +79,11 @@ class NodeState:
     """Whether it came back without passing checks."""
     suspicion: str = ""
     suspected_at: float = 0.0
+    odd: str = ""
+    """Why it stood out among its peers last."""
+    odd_at: float = 0.0
+    odd_in: str = ""
+    """The job that it was in then."""
 
     @property
     def proven_bad(self) -> bool:
@@ -104,6 +109,10 @@ def on_slurm_action(node: NodeState, event: Event, record: records.SlurmAction) 
 def on_slurm_done(node: NodeState, event: Event, record: records.SlurmDone) -> None:
     if record.action == ("drain" if node.drained else "down"):  # the last request, not an earlier one
         node.going_down, node.refused, node.out_at = False, "", event.time
+
+
+def on_anomaly(node: NodeState, event: Event, record: records.Anomaly) -> None:
+    node.odd, node.odd_at, node.odd_in = record.reason, event.time, event.job
 
 
 def on_avoided(node: NodeState, event: Event, record: records.NodeAvoided) -> None:

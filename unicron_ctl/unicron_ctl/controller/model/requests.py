@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unicron_ctl.shared.slurm.squeue import names_of
@@ -82,6 +82,19 @@ class Knock:
     node: str
     address: str
     """host:port."""
+
+
+@dataclass(frozen=True)
+class TestPairs:
+    """Tests a node in pairs with idle ones."""
+
+    __test__ = False  # pytest takes it for tests
+
+    node: str
+    partners: tuple[str, ...]
+    partition: str
+    limits: Mapping[str, float]
+    """Partition and backend -> seconds for a gigabyte beyond which a pair is slow, where they are known."""
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,8 @@ def on_avoided(job: JobState, event: Event, record: records.NodeAvoided) -> None
     job.avoid[record.node] = AvoidedNode(event.time, record.reason, record.agent, record.suspect)
     if record.agent:
         leave_with_block(job, record.element)
+    if job.swap is not None and job.swap.element == record.element:
+        job.swap = None
 
 
 def on_of_element(job: JobState, event: Event, record: records.SlurmAction) -> None:

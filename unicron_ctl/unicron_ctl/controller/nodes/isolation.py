@@ -41,7 +41,7 @@ def leave_node(
     view: View,
     job: JobState,
     agent: AgentView,
-    failure: int,
+    failure: int | None,
     slots: Collection[int],
     reason: str,
     suspect: bool,
@@ -51,7 +51,8 @@ def leave_node(
     that is one allocation goes on without the node.
 
     Return False if that cannot or must not be done; then the process should be restarted in place. failure: the one
-    that this remedies. suspect: the node may be at fault; otherwise the job moves only if another node is free.
+    that this remedies; None if the element trains no more. suspect: the node may be at fault; otherwise the job moves
+    only if another node is free.
     """
     here, mark = job.label(agent.element), job.avoid.get(agent.node)
     if view.slurm.seen is None or view.shown_node(job, agent.element) is None:
@@ -61,28 +62,12 @@ def leave_node(
         return False
     asked = mark is not None and mark.agent == agent.agent and view.now - mark.at < view.config.isolate_seconds
     if asked or (info.node and info.node != agent.node):
-        out.record(job, records.FailureAction(failure=failure, text=f"{here} leaves {agent.node} already"))
+        _record_action(job, failure, f"{here} leaves {agent.node} already", out)
         return True
     allocated = job.settings.allocation
-    action = Action(
-        "requeue_hold",
-        job.job,
-        job.block_of(agent.element),
-        agent.node,
-        f"its job leaves {agent.node}: {reason}"[:400],
-        f"{HOLD_PREFIX} until there is another node than {agent.node}",
-    )
-    if allocated:
-        why = _why_needed(view, job, agent, suspect)
-    else:
-        why = (
-            permission.withheld(view, action, out)
-            or _must_stay(view, job, agent.node, suspect)
-            or bounds.Bounds(view).refuse(action)
-        )
-    if why:
+    if why := why_kept(view, job, agent, reason, suspect, out):
         stays = f"{agent.node} of job {job.job} is not left" if allocated else f"{here} stays on {agent.node}"
-        out.record(job, records.FailureAction(failure=failure, text=f"{stays}: {why}"))
+        _record_action(job, failure, f"{stays}: {why}", out)
         words = f"job {job.job} stays on {agent.node} although {reason}: {why}"
         out.record(job, records.IsolationWithheld(node=agent.node, slots=list(slots), reason=words))
         return False
@@ -91,14 +76,45 @@ def leave_node(
         f"; the node is a suspect, `{readmission.pair_test_command(agent.node)}` tests it" if suspect else ""
     )
     text = f"the job goes on without {agent.node}" if allocated else text
-    out.record(job, records.FailureAction(failure=failure, text=text))
+    _record_action(job, failure, text, out)
     avoided = records.NodeAvoided(
         element=agent.element, node=agent.node, agent=agent.agent, suspect=suspect, reason=words
     )
     out.record(job, avoided)
     if not allocated:
-        out.requests.append(Run((action,), urgent=True))
+        out.requests.append(Run((_requeue(job, agent, reason),), urgent=True))
     return True
+
+
+def _record_action(job: JobState, failure: int | None, text: str, out: Outcome) -> None:
+    if failure is not None:
+        out.record(job, records.FailureAction(failure=failure, text=text))
+
+
+def _requeue(job: JobState, agent: AgentView, reason: str) -> Action:
+    return Action(
+        "requeue_hold",
+        job.job,
+        job.block_of(agent.element),
+        agent.node,
+        f"its job leaves {agent.node}: {reason}"[:400],
+        f"{HOLD_PREFIX} until there is another node than {agent.node}",
+    )
+
+
+def why_kept(view: View, job: JobState, agent: AgentView, reason: str, suspect: bool, out: Outcome) -> str:
+    """Return why the job cannot or must not leave the agent's node; empty if it may. What a partition does not allow is
+    recorded as observed."""
+    if job.settings.allocation:
+        return _why_needed(view, job, agent, suspect)
+    if not view.slurm.used:  # nothing is requeued
+        return _must_stay(view, job, agent.node, suspect)
+    action = _requeue(job, agent, reason)
+    return (
+        permission.withheld(view, action, out)
+        or _must_stay(view, job, agent.node, suspect)
+        or bounds.Bounds(view).refuse(action)
+    )
 
 
 def _why_needed(view: View, job: JobState, agent: AgentView, suspect: bool) -> str:
@@ -106,7 +122,7 @@ def _why_needed(view: View, job: JobState, agent: AgentView, suspect: bool) -> s
     may."""
     spare = any(other != agent.element and other not in job.inside for other in view.live.jobs[job.job].ready)
     why = _must_stay(view, job, agent.node, suspect or spare)
-    if not why and not spare and len(job.inside) <= max(1, job.settings.min_nodes):
+    if not why and not spare and agent.element in job.inside and len(job.inside) <= max(1, job.settings.min_nodes):
         why = f"the job has {plural(len(job.inside), 'node')}, and needs {job.settings.min_nodes}"
     return why
 
@@ -267,13 +283,15 @@ def _drain(view: View, node: str, text: str, out: Outcome) -> None:
 
 
 def proven_bad(view: View) -> Outcome:
-    """Drain nodes that their health checks have proven bad, unless they did so themselves. Record the latter, so that
-    they are given back once the checks pass."""
+    """Drain nodes that their health checks or a pair test have proven bad, unless they did so themselves. Record the
+    latter, so that they are given back once the checks pass."""
     out, seen = Outcome(), view.slurm.seen
     for name, known in sorted(view.state.nodes.items()) if seen else ():
-        report, info = known.health, view.slurm.node(name)
-        if report is None or info is None or report.verdict != "bad" or not report.drain or known.downed:
+        info = view.slurm.node(name)
+        reports = [one for one in (known.health, known.paired) if one and one.verdict == "bad" and one.drain]
+        if info is None or not reports or known.downed:
             continue
+        report = max(reports, key=lambda one: one.at)
         news = report.at > known.resumed_at and seen is not None and seen.asked_at > report.at
         if not news:
             continue
@@ -286,7 +304,8 @@ def proven_bad(view: View) -> Outcome:
             out.record(None, intent)
             out.record(None, records.SlurmDone(action="drain", node=name, reason=text))
         elif not drains.why_out_of_service(info) and view.now - report.at >= DRAIN_SECONDS:
-            _drain(view, name, drains.drain_reason(drains.HEALTH, report.reason), out)
+            lead = drains.PAIR_TEST if report is known.paired else ""
+            _drain(view, name, drains.drain_reason(drains.HEALTH, f"{lead}{report.reason}"), out)
     return out
 
 

@@ -236,7 +236,10 @@ def suspect(view: View, node: str) -> str:
     known, history = view.state.node(node), view.state.history
     if known.downed and known.proven_bad:
         return ""
-    cleared = known.paired.at if known.paired and known.paired.verdict == "good" else 0.0
+    paired = known.paired
+    if paired is not None and paired.verdict == "warning" and view.now - paired.at < SUSPECT_SECONDS:
+        return f"slow in a pair test: {paired.reason}"
+    cleared = paired.at if paired is not None and paired.verdict == "good" else 0.0
     if known.suspected_at > cleared and view.now - known.suspected_at < SUSPECT_SECONDS:
         return known.suspicion
     faults = history.of_node(node)

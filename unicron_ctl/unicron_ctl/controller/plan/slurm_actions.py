@@ -15,7 +15,7 @@ from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.model.node_state import OUT
 from unicron_ctl.controller.model.requests import POWER_OFF, Action, Poll, Run
 from unicron_ctl.controller.model.view import Outcome, View
-from unicron_ctl.controller.nodes import bounds, isolation, readmission
+from unicron_ctl.controller.nodes import bounds, isolation, pair_tests, readmission
 from unicron_ctl.controller.plan.job_comments import Comments
 from unicron_ctl.controller.plan.planning import Aheads
 from unicron_ctl.controller.sense import fencing
@@ -204,6 +204,7 @@ class Desk:
     missing_since: dict[str, float] = field(default_factory=dict)
     """job -> since when Slurm shows none of its elements; only for jobs that have not ended."""
     gate: readmission.Gate = field(default_factory=readmission.Gate)
+    pair_tests: pair_tests.PairTests = field(default_factory=pair_tests.PairTests)
     comments: Comments = field(default_factory=Comments)
     aheads: Aheads = field(default_factory=Aheads)
     watched: str = ""

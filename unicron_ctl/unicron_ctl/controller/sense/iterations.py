@@ -26,6 +26,7 @@ from unicron_ctl.shared.protocol import wire
 from unicron_ctl.shared.protocol.structs import RankStatus
 from unicron_ctl.shared.settings.config import ControllerConfig
 from unicron_detector.iterations.culprit import Groups, all_wait, lagging
+from unicron_detector.words import number_spans
 from unicron_transition.generations.layout import heads_of
 
 ORDER = {"computing": 0, "reducing": 1, "synced": 2, "stepped": 3}
@@ -406,9 +407,13 @@ def behind(job: JobView) -> list[Laggard]:
     if not last:
         return []
     ahead = [slot for slot, count in reached.items() if count == most]
+    words: dict[int, str] = {}
     where = f"{len(ahead)} other{'s wait' if len(ahead) > 1 else ' waits'} in {_place(job, ahead[0])}"
-    to_blame = last - _held_up(job, last)
-    words = {slot: f"slot {slot} is in {_place(job, slot)}, {where}" for slot in late if slot in to_blame}
+    held_up = _held_up(job, last)
+    for slot in sorted(last - held_up.keys()):
+        mates = [mate for mate, of in held_up.items() if of == slot]
+        inside = f", {number_spans('slot', mates)} of its replica wait{'s' * (len(mates) == 1)} for it" if mates else ""
+        words[slot] = f"slot {slot} is in {_place(job, slot)}{inside}, {where}"
     return [Laggard(slot, progress[slot].phase, reason) for slot, reason in words.items()]
 
 
@@ -425,13 +430,20 @@ def _progress(job: JobView) -> dict[int, Progress]:
     return {s: Progress(len(ORDER) * at.iteration + ORDER[at.phase], at.phase) for s, at in known}
 
 
-def _held_up(job: JobView, last: set[int]) -> set[int]:
-    """Return the ranks in `last` that only wait for a rank of their replica that a signal has stopped."""
-    if job.replica == 1 or not any(_signal_stop(job, slot) for slot in last):
-        return set()
-    heads = heads_of(job.state.order, job.replica)
-    to_blame = {heads[slot] for slot in last if slot in heads and _signal_stop(job, slot)}
-    return {slot for slot in last if heads.get(slot) in to_blame and not _signal_stop(job, slot)}
+def _held_up(job: JobView, last: set[int]) -> dict[int, int]:
+    """Return rank -> the rank of its replica for which alone it waits, of the ranks in `last`: one that a signal has
+    stopped or, if there is none, one that has computed fewer micro-batches than it."""
+    if job.replica == 1:
+        return {}
+    held_up, heads = dict[int, int](), heads_of(job.state.order, job.replica)
+    for head in {heads[slot] for slot in last if slot in heads}:
+        mates = sorted(slot for slot in last if heads.get(slot) == head)
+        stopped = [slot for slot in mates if _signal_stop(job, slot)]
+        computed = {slot: len(status.done) for slot in mates if (status := job.status(slot)) is not None}
+        fewest = [slot for slot in mates if computed.get(slot, 0) == min(computed.values(), default=0)]
+        to_blame = stopped or fewest
+        held_up |= {slot: to_blame[0] for slot in mates if slot not in to_blame}
+    return held_up
 
 
 def suspended_members(job: JobView) -> list[Laggard]:

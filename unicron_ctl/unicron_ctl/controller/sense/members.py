@@ -17,7 +17,8 @@ from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
 from unicron_ctl.controller.sense.findings import slot_finding
 from unicron_ctl.controller.sense.iterations import Standing
-from unicron_ctl.shared.protocol.structs import RankStatus
+from unicron_ctl.shared.protocol.structs import Fault, RankStatus
+from unicron_detector.processes.rank_messages import UNSOUND_MICRO_BATCH, UNSOUND_RANK
 
 
 def take_in_changes(job: JobView, standing: Standing) -> list[int]:
@@ -296,9 +297,26 @@ def _find_replaced(view: View, job: JobView, agent: AgentView, slot: int, status
 
 def _find_note(view: View, job: JobView, agent: AgentView, slot: int, status: RankStatus | None) -> Finding | None:
     note = status.note if status is not None else None
-    if note is None or note.at <= job.state.slot(slot).noted:
+    if note is None or note.at <= job.state.slot(slot).noted or is_known(job.state, note):
         return None
-    return slot_finding(view, job, What.NOTE, (slot,), Source.RANK, note.text, "checksum", fault=note, iteration=None)
+    by = "recomputation" if note.type in (UNSOUND_MICRO_BATCH, UNSOUND_RANK) else "checksum"
+    return slot_finding(view, job, What.NOTE, (slot,), Source.RANK, note.text, by, fault=note, iteration=note.iteration)
+
+
+def is_known(job: JobState, note: Fault) -> bool:
+    """Whether the same was noted by another rank: all that have computed something again may say so."""
+    if note.iteration is None:
+        return False
+    slots = [] if note.culprit is None else [note.culprit]
+    what = note.iteration, note.micro_batch, slots
+    return any(
+        known.noted is not None and (known.iteration, _index(known.micro_batch), known.slots) == what
+        for known in (failure.record for failure in job.failures)
+    )
+
+
+def _index(micro_batch: tuple[int, int] | None) -> int | None:
+    return micro_batch[1] if micro_batch is not None else None
 
 
 def check_leaving(view: View, job: JobView, agent: AgentView | None) -> Outcome:

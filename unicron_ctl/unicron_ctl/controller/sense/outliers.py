@@ -1,9 +1,11 @@
 """Nodes and ranks that differ from their peers in several metrics at once (docs/design/paper.md, section 7).
 
 Agents send :class:`wire.Metrics` every few seconds. They are compared round by round, in groups of at most
-:data:`GROUP` nodes, one group a tick. A peer that stands out for some rounds in a row is an *anomaly*: an event, a mark
-in `unicronctl status` and `nodes`, and evidence in the reason of a failure on that node or rank. Nothing else is done:
-that a node differs does not show that it harms the job. What harms the job shows in its iterations.
+:data:`GROUP` nodes, one group a tick; symptoms (:mod:`unicron_ctl.controller.sense.symptoms`) sooner. A peer that
+stands out for some rounds in a row is an *anomaly*: an event, a mark in `unicronctl status` and `nodes`, and evidence
+in the reason of a failure on that node or rank. That a node differs does not show that it harms the job, so alone it
+moves nothing. The node is tested once it is idle (:mod:`unicron_ctl.controller.nodes.pair_tests`); if the job has
+become slow with it, the node gives its place to a spare (:mod:`unicron_ctl.controller.job.swaps`).
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from unicron_ctl.controller.model.agent_view import AgentView
 from unicron_ctl.controller.model.job_state import JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.view import Outcome, View
+from unicron_ctl.controller.sense.symptoms import Symptoms
 from unicron_ctl.controller.sense.timing import JobTimes
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import wire
+from unicron_detector.health.symptoms import LEAST
 from unicron_detector.iterations.peer_metrics import DIRECTIONS, MINIMA, Anomaly, PeerWatch
 
 # Metrics that differ between peers by the job's own layout (a data loader, a log, a checkpoint's writer): only a change
@@ -39,6 +43,7 @@ FRESH_PERIODS = 2.5  # age up to which a sample takes part
 EVIDENCE_SECONDS = 600.0  # for which a past anomaly still counts as evidence for a failure
 GROUP = 64  # nodes that are compared with each other
 ONLY_REPORTED = "only reported, for a difference alone harms nobody"
+TEST_FOLLOWS = "it moves nothing unless the job is slow, too; the node is tested once it is idle"
 
 
 @dataclass
@@ -111,6 +116,9 @@ class JobPeers:
     """One job's metrics."""
 
     samples: dict[int, Sample] = field(default_factory=dict)
+    symptoms: Symptoms = field(default_factory=Symptoms)
+    ill: dict[str, Standing] = field(default_factory=dict)
+    """Nodes that stand out by a symptom."""
     groups: list[Neighbours] = field(default_factory=list)
     past: deque[Standing] = field(default_factory=lambda: deque(maxlen=50))
     generation: int = -1
@@ -122,12 +130,18 @@ class JobPeers:
 
     @property
     def standing(self) -> list[Standing]:
-        return [item for group in self.groups for item in group.standing.values()]
+        return [*self.ill.values(), *(item for group in self.groups for item in group.standing.values())]
 
     def on_metrics(self, agent: AgentView, message: wire.Metrics, now: float) -> None:
         """Take in an agent's sample, without unknown names and senseless values."""
+        node = _sound(message.node)
+        symptoms = _sound(message.symptoms) or {name: node[name] for name in LEAST if name in node}  # of release 0.2
+        self.symptoms.on_metrics(agent.node, message, symptoms, now)
+        if not message.whole:
+            return
         ranks = {slot: _sound(values) for slot, values in message.ranks.items() if slot in agent.slots}
-        self.samples[message.element] = Sample(now, agent.node, message.host[:100], _sound(message.node), ranks)
+        compared = {name: value for name, value in node.items() if name not in LEAST}
+        self.samples[message.element] = Sample(now, agent.node, message.host[:100], compared, ranks)
 
 
 def _sound(values: Mapping[str, float]) -> dict[str, float]:
@@ -139,6 +153,8 @@ def check_peers(view: View, known: JobView, times: JobTimes, peers: JobPeers) ->
     out, job, period, now = Outcome(), known.state, view.config.metrics_seconds, view.now
     if not period or job.plan is None or job.phase not in (Phase.RUNNING, Phase.OFFERING):
         return out
+    if peers.symptoms.news and (peers.symptoms.ill or peers.ill):
+        _check_symptoms(view, job, peers, out)
     if peers.next_group == 0:
         if now - peers.judged_at < period:
             return out
@@ -156,9 +172,25 @@ def check_peers(view: View, known: JobView, times: JobTimes, peers: JobPeers) ->
         for element in elements
         if (sample := peers.samples.get(element)) and now - sample.at <= FRESH_PERIODS * period
     }
-    _compare(job, peers.groups[index], elements, fresh, times.phases.comparable(), out, now)
+    _compare(view, job, peers.groups[index], elements, fresh, times.phases.comparable(), out)
     _end_anomalies(job, peers, peers.groups[index], out, now)
     return out
+
+
+def _check_symptoms(view: View, job: JobState, peers: JobPeers, out: Outcome) -> None:
+    """Compare the nodes' symptoms, all at once: they show only while somebody has one."""
+    now = view.now
+    found, fresh, rows = peers.symptoms.judge(job.elements(job.members), view.config.symptom_seconds, now)
+    seen = {anomaly.peer for anomaly in found}
+    for peer, item in list(peers.ill.items()):
+        if peer in fresh:
+            item.quiet = 0 if peer in seen else item.quiet + 1
+        _end_if_over(job, peers, peers.ill, item, out, now)
+    for anomaly in found:
+        if anomaly.peer not in peers.ill:
+            standing = Standing(anomaly.peer, [anomaly.peer], None, anomaly.metric, anomaly.reason, now)
+            peers.ill[anomaly.peer] = standing
+            out.record(job, _record(view, standing, anomaly, rows[anomaly.peer]))
 
 
 def _regroup(job: JobState, peers: JobPeers, out: Outcome, now: float) -> None:
@@ -175,17 +207,17 @@ def _regroup(job: JobState, peers: JobPeers, out: Outcome, now: float) -> None:
         peers.groups[0].standing = {item.peer: item for item in standing}
     for group in peers.groups:
         for item in [item for item in group.standing.values() if _is_gone(job, item)]:
-            _over(job, peers, group, item, "is no member any more", out, now)
+            _over(job, peers, group.standing, item, "is no member any more", out, now)
 
 
 def _compare(
+    view: View,
     job: JobState,
     group: Neighbours,
     elements: Iterable[int],
     fresh: Mapping[int, Sample],
     phases: Mapping[int, Mapping[str, float]],
     out: Outcome,
-    now: float,
 ) -> None:
     machines, names = node_rows(fresh)
     count = max(1, job.settings.ranks_per_node)
@@ -202,9 +234,9 @@ def _compare(
         item.quiet = 0 if peer in seen else item.quiet + 1
     for anomaly, rank, nodes, values in found:
         if anomaly.peer not in group.standing:
-            standing = Standing(anomaly.peer, nodes, rank, anomaly.metric, anomaly.reason, now)
+            standing = Standing(anomaly.peer, nodes, rank, anomaly.metric, anomaly.reason, view.now)
             group.standing[anomaly.peer] = standing
-            out.record(job, _record(standing, anomaly, values))
+            out.record(job, _record(view, standing, anomaly, values))
 
 
 def node_rows(samples: Mapping[int, Sample]) -> tuple[dict[str, dict[str, float]], dict[str, list[str]]]:
@@ -241,7 +273,8 @@ def rank_rows(
     return rows
 
 
-def _record(standing: Standing, anomaly: Anomaly, values: Mapping[str, float]) -> records.Anomaly:
+def _record(view: View, standing: Standing, anomaly: Anomaly, values: Mapping[str, float]) -> records.Anomaly:
+    then = TEST_FOLLOWS if view.slurm.used and view.config.pair_tests else ONLY_REPORTED
     return records.Anomaly(
         node=standing.nodes[0] if len(standing.nodes) == 1 else "",
         nodes=standing.nodes,
@@ -250,7 +283,7 @@ def _record(standing: Standing, anomaly: Anomaly, values: Mapping[str, float]) -
         metrics={name: values[name] for name in anomaly.scores if name in values},
         scores={name: round(score, 1) for name, score in anomaly.scores.items()},
         distance=round(anomaly.distance, 1),
-        reason=f"{anomaly.reason}; {ONLY_REPORTED}",
+        reason=f"{anomaly.reason}; {then}",
     )
 
 
@@ -263,16 +296,29 @@ def _is_gone(job: JobState, item: Standing) -> bool:
 def _end_anomalies(job: JobState, peers: JobPeers, group: Neighbours, out: Outcome, now: float) -> None:
     """End anomalies that have not been seen for some rounds, or whose peer is gone."""
     for item in list(group.standing.values()):
-        gone = _is_gone(job, item)
-        if gone or item.quiet >= ROUNDS:
-            _over(job, peers, group, item, "is no member any more" if gone else "no longer stands out", out, now)
+        _end_if_over(job, peers, group.standing, item, out, now)
+
+
+def _end_if_over(
+    job: JobState, peers: JobPeers, standing: dict[str, Standing], item: Standing, out: Outcome, now: float
+) -> None:
+    gone = _is_gone(job, item)
+    if gone or item.quiet >= ROUNDS:
+        why = "is no member any more" if gone else "no longer stands out"
+        _over(job, peers, standing, item, why, out, now)
 
 
 def _over(
-    job: JobState, peers: JobPeers, group: Neighbours, item: Standing, why: str, out: Outcome, now: float
+    job: JobState,
+    peers: JobPeers,
+    standing: dict[str, Standing],
+    item: Standing,
+    why: str,
+    out: Outcome,
+    now: float,
 ) -> None:
     item.over = now
-    peers.past.append(group.standing.pop(item.peer))
+    peers.past.append(standing.pop(item.peer))
     over = records.AnomalyOver(
         node=item.nodes[0] if len(item.nodes) == 1 else "",
         nodes=item.nodes,

@@ -125,17 +125,22 @@ def check_blocked(view: View, job: JobView, progress: ProgressWatch) -> Outcome:
         runs = [s for s in replica if s in job.awaited]
         begun = max((status.iteration for slot in runs if (status := job.status(slot)) is not None), default=-1)
         if runs and begun >= 0:
-            share = _share(job, place, replica[0], begun)
+            share = _share(job, place, replica, begun)
             found.update(s for s in replica if s not in job.awaited and _falls_short(job, s, begun, share))
     if not found <= progress.blocked:
         progress.blocked |= found
     return out
 
 
-def _share(job: JobView, place: int, head: int, iteration: int) -> int:
+def _share(job: JobView, place: int, replica: list[int], iteration: int) -> int:
+    """Return how many micro-batches of the iteration the replica has: by the plan, by its speed, or by an equal deal."""
+    head = replica[0]
     plan, status = job.state.plan, job.status(head)
     if plan is not None and plan.iteration == iteration and head in plan.assignment:
         return len(plan.assignment[head])
+    found = (each for slot in replica if (each := job.status(slot)) is not None and each.iteration == iteration)
+    if share := max((each.share for each in found), default=0):
+        return share
     count = len(job.state.order) // job.replica
     return len(deal(status.micro_batches, count, place, status.lanes)) if status is not None and count else 0
 

@@ -8,7 +8,7 @@ only the slowest of each phase and an even sample of their peers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
@@ -24,7 +24,7 @@ from unicron_ctl.shared.protocol import structs
 from unicron_ctl.shared.settings.config import ControllerConfig
 from unicron_detector.iterations.culprit import PHASES, Culprit, slowest
 from unicron_detector.iterations.iteration_monitor import WARM_UP, Health, IterationMonitor, Limits
-from unicron_detector.iterations.stragglers import Stragglers
+from unicron_detector.iterations.stragglers import THRESHOLD, Stragglers
 
 WINDOW, NEWEST = 16, 4  # iterations
 MOST_COMPARED = 64  # ranks that are compared with each other one by one
@@ -100,6 +100,9 @@ class PhaseTimes:
             if not self.rows.keys() >= set(slots):
                 self._add([slot for slot in dict.fromkeys(slots) if slot not in self.rows])
             rows = [self.rows[slot] for slot in slots]
+            moved = self.shares[rows] != shares
+            if moved.any():  # earlier times are of another share
+                self.stamps[np.array(rows)[moved]] = -1
             self.seconds[rows, iterations % WINDOW] = values
             self.stamps[rows, iterations % WINDOW] = iterations
             self.shares[rows] = shares
@@ -139,6 +142,29 @@ class PhaseTimes:
         means[:, SHARED_PHASES] *= (shares.mean() / shares)[:, None]
         means[:, REDUCE] = np.maximum(0.0, means[:, REDUCE] - (shares.max() - shares) * each)
         return {slot: dict(zip(COLUMNS, row, strict=True)) for slot, row in zip(kept, means.tolist(), strict=True)}
+
+    def waste_of(self, slow: int) -> float:
+        """Return by how many seconds the newest iteration would have been shorter if this rank were as fast as the
+        others, and all had equally much to do."""
+        slots = [slot for slot in self._choose_slots() if slot in self.rows]
+        rows = np.array([self.rows[slot] for slot in slots], dtype=np.int64)
+        means, seen = self._means(rows, 1)
+        shares = self.shares[rows]
+        others = seen & (shares > 0) & (np.array(slots) != slow)
+        if not others.any() or slow not in slots:
+            return 0.0
+        shared, step = means[:, SHARED_PHASES].sum(axis=1), means[:, COLUMNS.index("step")]
+        everybody = others | (np.array(slots) == slow)
+        each, rest = np.median(shared[others] / shares[others]), np.median(step[others])
+        fair = shares[everybody].mean() * each + rest
+        return max(0.0, float((shared + step)[everybody].max() - fair))
+
+    def own_work(self, slots: Sequence[int], last: int = NEWEST) -> dict[int, float]:
+        """Return slot -> mean seconds in which the rank worked by itself in its last iterations."""
+        known = [slot for slot in slots if slot in self.rows]
+        means, seen = self._means(np.array([self.rows[slot] for slot in known], dtype=np.int64), last)
+        own = means.sum(axis=1) - means[:, REDUCE]
+        return {slot: float(time) for slot, time, good in zip(known, own, seen, strict=True) if good}
 
     def _means(self, rows: npt.NDArray[np.int64], last: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
         """Return (rank x phase means, whether the rank was seen) of the iterations that each rank reported last."""
@@ -202,6 +228,12 @@ class JobTimes:
     degraded: Slow | None = None
     straggler: Slow | None = None
     """A rank that is always slower than its peers, however fast the job is."""
+    straggler_cost: float = 0.0
+    """Seconds that it has cost the job since it was named."""
+    named: int | None = None
+    """The slot that was compared: the first of its replica."""
+    unclear: str = ""
+    """Why nothing tells which node is slow."""
 
     @classmethod
     def fresh(cls, config: ControllerConfig) -> JobTimes:
@@ -316,21 +348,44 @@ class JobTimes:
         return _record(self.degraded)
 
     def _compare(self, job: JobState, account: Account, now: float) -> list[records.Record]:
-        """Find a rank that is always slower than its peers: the job's own baseline may have been learned with it."""
+        """Find a rank that is slower than its peers: the job's own baseline may have been learned with it. Of a replica
+        its first rank reports the shares, and all of them work at the pace of the slowest stage."""
         before = self.straggler
         row = self.phases.comparable(1)
         culprit = self.stragglers.observe(row) if row else None
         if culprit is None:
-            self.straggler = None
+            self.straggler, self.named, self.straggler_cost = None, None, 0.0
             if before is None or not before.reported:
                 return []
             over = f"slot {before.slot} is no slower than its peers any more"
             return [records.JobDegradedOver(iteration=account.iteration, reason=over)]
-        if before is not None and before.slot == culprit.slot:
+        assert culprit.slot is not None
+        if before is not None and self.named == culprit.slot:
+            self.straggler_cost += self.phases.waste_of(culprit.slot)
             return []
+        self.named, self.straggler_cost = culprit.slot, 0.0
+        culprit, self.unclear = self._within_replica(job, culprit, culprit.slot)
         reported = self.degraded is None or self.degraded.slot != culprit.slot
         self.straggler = _slow(job, culprit, account.iteration, culprit.reason, now, reported)
         return [_record(self.straggler)] if reported else []
+
+    def _within_replica(self, job: JobState, culprit: Culprit, head: int) -> tuple[Culprit, str]:
+        """Return the culprit with the rank of its replica that is slow; or why nothing tells which node it is on."""
+        replica = next((group for group in job.groups() if head in group), [head])
+        if job.replica == 1 or len(replica) != job.replica or len({job.node(slot) for slot in replica}) == 1:
+            return culprit, ""
+        own, apart = self.phases.own_work(job.order), list[tuple[float, int]]()
+        for slot in replica:
+            peers = [own[other] for other in own if other % job.replica == slot % job.replica and other != slot]
+            if slot in own and peers:
+                apart.append((own[slot] / max(1e-9, float(np.median(peers))), slot))
+        apart.sort(reverse=True)
+        if len(apart) > 1 and apart[0][0] > (1.0 + THRESHOLD) * apart[1][0]:
+            ratio, slot = apart[0]
+            reason = f"{culprit.reason}; of its replica slot {slot} is the slowest, at {ratio:.2f}x its peers"
+            return replace(culprit, slot=slot, reason=reason), ""
+        nodes = sorted({job.node(slot) for slot in replica})
+        return culprit, f"its replica is on {', '.join(nodes[:8])}, and nothing tells which of them is slow"
 
 
 def _slow(

@@ -256,7 +256,7 @@ def _of_each(jobs: list[JobState], waf_of: Mapping[str, float], failed: Mapping[
         rate.add_metric(label, waf_of[job.job])
         if job.goodput is not None:
             share.add_metric(label, job.goodput)
-        lost.add_metric(label, job.lost_seconds)
+        lost.add_metric(label, job.all_lost_seconds)
         failures.add_metric(label, failed.get(job.job, 0))
     yield from (train, wanted, rate, share, lost, failures)
 

@@ -19,12 +19,13 @@ from functools import partial
 from typing import Any
 
 from unicron_ctl.controller.core.core import Core
-from unicron_ctl.controller.model.requests import POWER_OFF, Action, Knock, Poll, Probe, Run
+from unicron_ctl.controller.model.requests import POWER_OFF, Action, Knock, Poll, Probe, Run, TestPairs
 from unicron_ctl.controller.server.fair_queue import FairQueue
 from unicron_ctl.controller.server.switching_off import switch_off
 from unicron_ctl.shared.log.term import Tenure
 from unicron_ctl.shared.protocol.reach import reach
 from unicron_ctl.shared.slurm import drains
+from unicron_ctl.shared.slurm.pairs import Findings, Runner, Wish
 from unicron_ctl.shared.slurm.slurm_client import (
     MOST_CHARACTERS,
     SOMEBODY,
@@ -39,6 +40,7 @@ from unicron_ctl.shared.slurm.slurm_client import (
 )
 from unicron_ctl.shared.slurm.squeue import nodes_of
 from unicron_ctl.shared.slurm.states import IN_USE
+from unicron_ctl.shared.slurm.steps import search_path
 from unicron_ctl.shared.system.errors import shorten
 from unicron_ctl.shared.system.mailbox import Mailbox
 
@@ -176,10 +178,11 @@ class Worker:
         self._turns = threading.Lock()
         self._changed, self._changing = threading.Condition(), 0  # number of changes of Slurm under way
         self._stops = threading.Event()  # programs of power_off are killed
+        self._pairs: Runner | None = None
         for name, lane in zip(("unicron-slurm", "unicron-urgent"), self._lanes, strict=True):
             threading.Thread(target=_serve_lane, args=(lane,), name=name, daemon=True).start()
 
-    def submit(self, request: Poll | Run | Probe | Knock, core: Core) -> None:
+    def submit(self, request: Poll | Run | Probe | Knock | TestPairs, core: Core) -> None:
         """Starts a request; its result goes to `core`."""
         if isinstance(request, Probe):
             for place, target in enumerate(request.targets):
@@ -187,6 +190,8 @@ class Worker:
                     self.call(partial(reach, target, self._probe_timeout), partial(core.on_probe, request, place))
         elif isinstance(request, Knock):
             self.call(partial(reach, request.address, self._probe_timeout), partial(core.on_knock, request))
+        elif isinstance(request, TestPairs):
+            threading.Thread(target=self._test_pairs, args=(request, core), name="unicron-pairs", daemon=True).start()
         elif isinstance(request, Poll):
             self._lanes[False].put(partial(self._poll, request, core))
         elif any(action.action == POWER_OFF for action in request.actions):  # neither lane waits for the site's program
@@ -217,6 +222,7 @@ class Worker:
     def close(self) -> None:
         """Lets running calls end, but not programs of power_off, and starts no more."""
         self._stops.set()
+        self._stop_pairs()
         for lane in self._lanes:
             lane.put(None)
         for pool in (self._pool, self._verifiers, self._switches):
@@ -228,8 +234,28 @@ class Worker:
         """Starts no more changes of Slurm, and waits for those under way. Programs of power_off are killed."""
         self.not_before = float("inf")
         self._stops.set()
+        self._stop_pairs()
         with self._changed:
             self._changed.wait_for(lambda: not self._changing, seconds)
+
+    def _test_pairs(self, request: TestPairs, core: Core) -> None:
+        """Tests a node in pairs. Its sruns have time limits of their own."""
+        found: Findings | str = NOT_OURS
+        try:
+            if self._client is not None and self._tenure.valid and not self._stops.is_set():
+                known = {kind.rpartition(" ")[2]: limit for kind, limit in request.limits.items()}
+                wish = Wish(known=known, partition=request.partition)
+                runner = self._pairs = Runner(self._client.nodes(), wish, search_path(), log.info)
+                found = runner.play([request.node], request.partners)
+        except Exception as error:
+            found = shorten(f"{type(error).__name__}: {error}", MOST_CHARACTERS)
+        finally:
+            self._pairs = None
+        self.results.put(partial(core.on_pair_test, request, found))
+
+    def _stop_pairs(self) -> None:
+        if (runner := self._pairs) is not None:
+            runner.stop()
 
     def _poll(self, poll: Poll, core: Core) -> None:
         assert self._client is not None and self._others is not None

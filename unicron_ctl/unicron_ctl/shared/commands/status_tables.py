@@ -15,7 +15,16 @@ from rich.text import Text
 
 from unicron_ctl.shared.commands import trouble
 from unicron_ctl.shared.commands.times import duration, short
-from unicron_ctl.shared.protocol.answer_schema import Explanation, Failure, Job, JobBase, Node, NodeEvent, Status
+from unicron_ctl.shared.protocol.answer_schema import (
+    Explanation,
+    Failure,
+    Job,
+    JobBase,
+    Node,
+    NodeEvent,
+    NodeHistory,
+    Status,
+)
 from unicron_ctl.shared.slurm.host_lists import fold, natural
 from unicron_ctl.shared.system.columns import Cell, Listing
 from unicron_detector.words import number_spans, plural
@@ -110,7 +119,9 @@ JOB_COLUMNS = (
 FAILURE_COLUMNS = (
     Column("when", lambda failure: short(failure.detected_at)),
     Column("jobid", lambda failure: failure.job),
-    Column("where", lambda failure: failure.node if failure.kind == "node" else slots_of(failure).replace(" ", "")),
+    Column(
+        "where", lambda failure: failure.node if failure.kind == "node" else slots_of(failure).replace(" ", "") or "-"
+    ),
     Column("sev", lambda failure: str(failure.severity)),
     Column("cause", lambda failure: failure.cause),
     Column("by", lambda failure: failure.detected_by.replace(" ", "-"), leaves=1),
@@ -252,6 +263,8 @@ def _slow(job: Job) -> str:
         factor = f" {slow.slowdown:.1f}x" if slow.slowdown else ""
         who = f"slot {slow.slot}{factor} in {slow.phase}"
         found.append(f"slow: {who if slow.slot is not None else slow.phase or 'all ranks'}")
+        if slow.swap:
+            found.append(f"{slow.node} keeps its place: {slow.swap}")
     if job.anomalies:
         found.append("odd: " + ", ".join(f"{item.peer} {item.metric}" for item in job.anomalies[:3]))
     return ", ".join(found)
@@ -382,6 +395,19 @@ def explanation(data: Explanation) -> list[Listing | Text]:
     return parts
 
 
+def node_history(data: NodeHistory) -> list[Listing | Text]:
+    """Return a node's incidents, and how they add up."""
+    table = Listing("when", "what", "counts", "why")
+    for mark in data.marks:
+        table.add_row(short(mark.time), mark.kind, f"{mark.weight:g}", mark.reason)
+    if not data.marks:
+        table.add_note(f"nothing is held against {data.node} since {short(data.since)}")
+    table.add_note(f"score {data.score:g}: each counts half as much a week later; a lemon has {data.lemon:g} or more")
+    if data.hint:
+        table.add_note(f"{data.node} is a lemon, leave it out: {data.hint}")
+    return [table]
+
+
 def standing(data: Explanation) -> list[str]:
     """Return the job's state, replicas and spares, one fact a line."""
     lines = [f"job {data.job} ({data.name}): {data.state}, generation {data.generation}"]
@@ -393,7 +419,9 @@ def standing(data: Explanation) -> list[str]:
         lines.append(f"ended with {data.ended.code}: {data.ended.reason}")
     if data.set_aside and not data.ended:
         lines.append(f"set aside: {data.set_aside}")
+    verified = f"the state of iteration {data.verified}, by an audit" if data.verified is not None else ""
     facts = {"replicas": replicas(data), "spares": spares(data), "elements": blocks(data), "waits": data.waits}
+    facts |= {"verified": verified}
     return lines + [f"{name}: {text}" for name, text in facts.items() if text]
 
 
@@ -421,16 +449,21 @@ def obstacles(data: Explanation) -> list[str]:
 
 
 def slots_of(failure: Failure) -> str:
-    """Return "slot 4" or "slots 4-7"."""
-    return number_spans("slot", failure.slots)
+    """Return "slot 4" or "slots 4-7"; empty if no rank is at fault."""
+    return number_spans("slot", failure.slots) if failure.slots else ""
+
+
+def where_of(failure: Failure) -> str:
+    """Return the failure's node, if that has failed, or its slots."""
+    return failure.node if failure.kind == "node" else slots_of(failure)
 
 
 def failure_text(failure: Failure) -> str:
     """Return a failure and the time of its recovery in a few words."""
-    where = failure.node if failure.kind == "node" else slots_of(failure)
     again = again_after(failure)
     done = f", trained again after {again:.2f} s" if again is not None else ""
-    return f"{short(failure.detected_at)} {failure.kind} {where} SEV{failure.severity}{done}"
+    what = " ".join(filter(None, (failure.kind, where_of(failure))))
+    return f"{short(failure.detected_at)} {what} SEV{failure.severity}{done}"
 
 
 def rate(flops: float | None, unit: str = "FLOP/s") -> str:

@@ -75,6 +75,8 @@ class Slow(msgspec.Struct, kw_only=True):
     slowdown: float | None
     reason: str
     reported: bool
+    swap: str = ""
+    """Why its node keeps its place in the job; empty if it leaves, or nobody has asked."""
 
 
 class Anomaly(msgspec.Struct, kw_only=True):
@@ -184,6 +186,9 @@ class JobBase(msgspec.Struct, kw_only=True):
     """Elements of several nodes, each with its nodes."""
     checkpoints: Annotated[str, OWNER] = ""
     """The folder into which the job saves; empty if no rank has reported it."""
+    verified: Annotated[int | None, OWNER] = None
+    """The newest iteration whose state an audit has found sound: the job goes back to it if the state turns out to be
+    wrong; null for none."""
 
 
 class Job(JobBase, kw_only=True):
@@ -306,6 +311,31 @@ class Explanation(JobBase, kw_only=True):
     failures: list[Failure]
     alternative: Alternative | UnsetType | None = UNSET
     """The planner's present choice, which `unicronctl` adds; null if there is no choice."""
+
+
+class NodeMark(msgspec.Struct, kw_only=True):
+    """An incident of a node."""
+
+    time: float
+    kind: str
+    weight: float
+    reason: str
+
+
+class NodeHistory(msgspec.Struct, kw_only=True):
+    """The answer of `unicronctl explain --node`, for admins and readers: what the log holds against a node."""
+
+    node: str
+    since: float
+    """When the part of the log that counts begins."""
+    score: float
+    """The weights of its incidents, halved by each week since."""
+    lemon: float
+    """The score from which on the node should be left out."""
+    marks: list[NodeMark]
+    """Oldest first; a passed pair test has the weight 0."""
+    hint: str
+    """An option that leaves the node out of a job; empty below `lemon`."""
 
 
 class HealthReport(msgspec.Struct, kw_only=True):

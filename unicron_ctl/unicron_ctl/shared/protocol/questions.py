@@ -52,6 +52,12 @@ class ExplainQuestion(msgspec.Struct, kw_only=True):
     job: str
 
 
+class HistoryQuestion(msgspec.Struct, kw_only=True):
+    """The incidents of a node that the log still has."""
+
+    node: str
+
+
 class ReportQuestion(msgspec.Struct, kw_only=True):
     """A report on the last `seconds`."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 from msgspec import Meta
 
 from unicron_ctl.shared.settings.limits import HEARTBEATS
+from unicron_detector.health.connections import MOST_ADDRESSES, MOST_PEERS
 
 MOST_ELEMENTS = 1 << 22  # of a job: Slurm's largest MaxArraySize is 4,000,001
 MOST_NODES = 1 << 16  # of a cluster: slurm.h's MAX_SLURM_NODES is 65,533
@@ -110,6 +111,9 @@ Runs = Annotated[list[tuple[Slot, Slot]], Meta(max_length=MOST_SLOTS)]
 Values = Annotated[dict[Kind, Value], Meta(max_length=KINDS)]
 Rates = Annotated[dict[Element, Annotated[float, Meta(ge=0.0, le=MOST_VALUE)]], Meta(max_length=MOST_ELEMENTS)]
 Durations = Annotated[dict[Kind, Seconds], Meta(max_length=KINDS)]
+# address -> segments sent, and lost, a second
+Losses = Annotated[dict[Kind, tuple[Value, Value]], Meta(max_length=MOST_PEERS)]
+Addresses = Annotated[list[Kind], Meta(max_length=MOST_ADDRESSES)]
 Words = Annotated[list[Kind], Meta(max_length=MOST_TARGETS)]
 Addresses = Annotated[list[NoName], Meta(max_length=MOST_TARGETS)]
 Layouts = Annotated[list[Kind], Meta(max_length=MOST_LAYOUTS)]

@@ -73,6 +73,7 @@ class Fault(msgspec.Struct, kw_only=True, gc=False):
     """The line of the traceback that names the reason (`failures.root_cause`)."""
     iteration: ranges.Iteration | None = None
     micro_batch: ranges.MicroBatch | None = None  # the micro-batch of `iteration` in which it came
+    culprit: ranges.Slot | None = None  # in a note: the slot of the rank at fault, if it is known
     fatal: bool = False  # it was not caught, so the process ends
     lived: ranges.Seconds = 0.0
     """If it is fatal: the seconds from the start of the process to the exception."""
@@ -152,6 +153,10 @@ class RankStatus(msgspec.Struct, kw_only=True, array_like=True, omit_defaults=Tr
     went_back: ranges.Iteration | None = None
     """From a rank at rest that has given up its state, because that was found to be unsound: the last verified
     iteration that it knows, -1 for none."""
+    share: ranges.MicroBatchCount = 0
+    """The micro-batches of `iteration` that its replica gets by its speed; 0 in an equal deal."""
+    verified: ranges.Iteration = -1
+    """The newest iteration whose state an audit has found sound, from the job's first rank; -1 for none."""
 
     @property
     def end(self) -> Exit | None:

@@ -272,6 +272,13 @@ class Metrics(Message, tag="metrics"):
     """Metric -> value, rates per second (:mod:`unicron_detector.iterations.peer_metrics`)."""
     ranks: Annotated[dict[ranges.Slot, ranges.Values], Meta(max_length=ranges.MOST_RANKS)] = {}
     """Slot -> metric -> value."""
+    whole: bool = True  # with `node` and `ranks`, not only what follows
+    symptoms: ranges.Values = {}
+    """Symptom -> value (:mod:`unicron_detector.health.symptoms`); none of those that were not looked for."""
+    losses: ranges.Losses = {}
+    """Peers to which packets were lost."""
+    addresses: ranges.Addresses = []
+    """The node's own, by which others name it in their `losses`."""
 
 
 # ---------------------------------------------------------------- controller -> agent
@@ -285,6 +292,8 @@ class Welcome(Message, tag="welcome"):
     metrics_seconds: ranges.Seconds = 0.0  # seconds between two `Metrics`; 0 for none
     metrics_directory: ranges.Text = ""
     """The folder whose latency is measured; empty for the agent's own."""
+    symptom_seconds: ranges.Seconds = 0.0
+    """Seconds between two looks at symptoms, which are told only if there are any; 0 for none in between."""
     layout: ranges.Kind = ""
     """The layout of the ranks; empty unless the job has stated several."""
     run: ranges.Run = ""

@@ -46,6 +46,9 @@ class PlannerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     because jobs report their own FLOP/s."""
 
 
+SYMPTOM_LOOKS = 5  # at the symptoms of a node, in the time between two rounds of its metrics
+
+
 class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The section [controller]; times are in seconds."""
 
@@ -153,6 +156,12 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """Elements of all jobs that are requeued within a minute."""
     max_holds_per_minute: Annotated[int, Range(0, 1_000_000)] = 1000
     """Elements of all jobs that are held within a minute because the plan has no node for them."""
+    pair_tests: bool = True
+    """A suspect node, and one that stood out among its peers, is tested in pairs with other nodes while they are idle,
+    where the partition's mode is "act". The tests are jobs of unicrond's own user."""
+    swap_slow_nodes: Literal["session", "always", "off"] = "session"
+    """When a slow node gives its place to a ready spare: in session mode, where nothing stops for it; "always" also in
+    restart mode, where all processes start again."""
     act_on_node_events: bool = True
     """A job leaves a node because of its kernel log alone; if false, the event is only recorded."""
     allow_inject: bool = False
@@ -194,6 +203,11 @@ class ControllerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     def addresses(self) -> list[str]:
         """The controllers' addresses: possibly none, several with a standby."""
         return split_addresses(self.address) if isinstance(self.address, str) else self.address
+
+    @property
+    def symptom_seconds(self) -> float:
+        """Between two looks at a node's symptoms."""
+        return self.metrics_seconds / SYMPTOM_LOOKS
 
     @property
     def lease(self) -> float:

@@ -76,6 +76,12 @@ OF_JOBS = (
         "card",
     ),
     Variable(
+        "UNICRON_SHARES",
+        "`speed`: a slow replica gets fewer micro-batches; `equal`: all get equally many "
+        "([user guide](user-guide.md#shares-by-speed))",
+        "speed",
+    ),
+    Variable(
         "UNICRON_MEMORY_EVERY",
         "iterations between two copies of the state to the node's memory; 0 for none",
         "1",

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from unicron_ctl.agent.node.sampling import Sampling
+from unicron_ctl.agent.node.sampling import Sample, Sampling
 from unicron_ctl.agent.ranks.vitals import Activity, Usage, Vitals
 from unicron_ctl.shared.protocol import structs
 from unicron_detector.health.sampler import Sampler
@@ -48,8 +48,19 @@ def test_a_new_process_in_a_slot_begins_anew():
 
 
 def test_a_directory_that_is_gone_costs_only_its_own_metric(tmp_path):
-    node = Sampler(str(tmp_path / "gone"), patience=5.0).sample()["node"]
-    assert "file_latency" not in node and node["memory_used"] > 0.0
+    line = Sampler(str(tmp_path / "gone"), patience=5.0).sample()
+    assert "file_latency" not in line["symptoms"] and line["node"]["memory_used"] > 0.0
+
+
+def test_between_two_rounds_only_symptoms_are_told_and_that_they_are_over(tmp_path):
+    sampling = Sampling(str(tmp_path))
+
+    def told(whole: bool, latency: float) -> bool:
+        sample = Sample("boot", whole, symptoms={"file_latency": latency})
+        return sampling._worth_telling([sample]) is not None
+
+    looks = [(True, 0.01), (False, 0.01), (False, 3.0), (False, 2.0), (False, 0.01), (False, 0.01), (True, 0.01)]
+    assert [told(*look) for look in looks] == [True, False, True, True, True, False, True]
 
 
 def test_no_metrics_where_they_are_switched_off_or_make_no_sense(tmp_path):

@@ -16,8 +16,17 @@ def job(mode: str = "restart") -> JobState:
     return JobState("1", Settings(name="a", user="u", mode=mode), 0.0)
 
 
-def step(state: JobState, at: float, iteration: int, generation: int, seconds: float = 1.0, ago: float = 0.0) -> None:
+def step(
+    state: JobState,
+    at: float,
+    iteration: int,
+    generation: int,
+    seconds: float = 1.0,
+    ago: float = 0.0,
+    unsound: float = 0.0,
+) -> None:
     counts = {"ranks": 2, "nodes": 0, "train_iterations": 0, "micro_batches": 0, "computed": 0, "unreported": []}
+    counts["unsound_seconds"] = unsound
     record = records.Step(iteration=iteration, loss=None, nan_since=-1, seconds=seconds, flops=0.0, ago=ago, **counts)
     job_rules.on_step(state, Event(iteration, at, "1", generation, record), record)
 
@@ -70,6 +79,15 @@ def test_what_failures_cost_before_the_first_step_is_lost():
     job_rules.on_failure_detected(state, Event(1, 100.0, "1", 1, record), record)
     step(state, 223.0, 0, 2)
     assert (state.trained_seconds, state.lost_seconds) == (1.0, 122.0)
+
+
+def test_iterations_without_a_finite_loss_are_lost_and_no_time_counts_twice():
+    state = job("session")
+    for iteration in range(10):
+        step(state, 100.0 + iteration, iteration, 1, unsound=max(0.0, iteration - 5.0))
+    assert (state.trained_seconds, state.all_lost_seconds, state.goodput) == (6.0, 4.0, 0.6)
+    step(state, 120.0, 10, 2, unsound=4.0)
+    assert (state.trained_seconds, state.all_lost_seconds) == (7.0, 14.0)
 
 
 def test_the_log_may_lose_the_steps_in_between():

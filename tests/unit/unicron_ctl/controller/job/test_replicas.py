@@ -148,6 +148,38 @@ def test_a_shard_group_of_which_a_rank_has_stopped_is_seen_by_its_share_of_micro
     assert states(agents)[3] == "running", "its mate has finished"
 
 
+def shared_by_speed(shares: list[int]) -> tuple[World, list[FakeAgent]]:
+    """Three groups of two lanes, in an iteration whose micro-batches are dealt by speed."""
+    world, agents = started(nodes=6, ranks=1, replica=2, lanes=2)
+    world.iterate("1", 0)
+    for agent in agents:
+        agent.set(agent.slots[0], share=shares[agent.element // 2])
+    return world, agents
+
+
+def test_a_rank_that_has_stopped_is_seen_by_its_share_by_speed():
+    world, agents = shared_by_speed([2, 4, 2])
+    for agent in agents:
+        agent.prompt = False
+    agents[5].die(5)
+    agents[0].set(0, state="stopped", broken=1, done=[0, 1])
+    agents[2].set(2, state="stopped", broken=1, done=[2, 3])
+    world.run(0.5)
+    assert states(agents)[1] == "running", "its mate has finished"
+    assert states(agents)[3] == "stopped", "its mate lacks a round"
+
+
+@pytest.mark.parametrize(("shares", "redistributed"), [([2, 2, 4], 4), ([2, 4, 2], 2), ([4, 2, 0], 2), ([0, 0, 0], 2)])
+def test_what_a_lost_group_had_by_its_speed_is_counted(shares, redistributed):
+    """Also if it was lost before it told its share."""
+    world, agents = shared_by_speed(shares)
+    for agent in agents[:4]:
+        agent.set(agent.slots[0], done=[0, 1] if agent.element < 2 else [2, 3])
+    agents[5].die(5)
+    made = next(event.record for event in reversed(world.log) if event.kind == "plan")
+    assert (made.reused, made.redistributed) == (4, redistributed)
+
+
 def test_a_standby_and_a_new_process_come_in_together_and_get_the_state():
     world, agents = started()
     agents[1].die(3)
@@ -414,6 +446,20 @@ def test_a_rank_that_is_stopped_by_a_signal_is_blamed_and_not_those_of_its_repli
     agents[3].set(3, process="T")
     world.run(12.0)
     assert failures(world) == ["hang [3]"]
+
+
+def test_a_rank_that_computes_is_blamed_and_not_those_of_its_replica_that_have_finished():
+    world, agents = started(nodes=4, ranks=1, replica=2, hang_floor_seconds=0.5)
+    for iteration in range(20):
+        world.run(0.4)
+        world.iterate("1", iteration)
+    for agent in agents:
+        agent.set(agent.element, phase="computing" if agent.element > 1 else "reducing")
+    agents[2].set(2, done=[1, 3])
+    world.run(12.0)
+    assert failures(world) == ["hang [3]"]
+    reason = next(event.record.reason for event in world.log if event.kind == "hang")
+    assert "slot 3 is in micro-batch 1 of iteration 20, slot 2 of its replica waits for it, 2 others wait in" in reason
 
 
 def test_when_a_collective_hangs_again_all_replicas_but_one_start_anew():

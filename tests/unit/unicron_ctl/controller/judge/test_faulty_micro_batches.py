@@ -77,6 +77,7 @@ def test_a_loss_that_is_no_number_is_said_until_it_is_one(snapshot) -> None:
     world, agents = trained(nodes=1)
 
     def step(iteration: int, loss: float) -> Job:
+        world.now += 0.5
         agents[0].report(iteration, structs.RankStep(0, list(range(8)), 0.5, loss, None), total=8)
         return job_answer(world.core, world.job(), EVERYBODY)
 
@@ -87,3 +88,21 @@ def test_a_loss_that_is_no_number_is_said_until_it_is_one(snapshot) -> None:
     world.check_replay()
     told = step(8, 1.0)
     assert told.nan_since is None and status_tables.not_finite(told) == ""
+    assert told.lost_seconds == 1.0, "two iterations of half a second"
+    assert told.goodput == pytest.approx(told.trained_seconds / (told.trained_seconds + 1.0))
+
+
+def test_what_it_takes_to_try_an_iteration_again_is_lost() -> None:
+    world, agents = trained()
+    for iteration in range(5, 20):
+        world.iterate("1", iteration)
+    before = job_answer(world.core, world.job(), EVERYBODY)
+    assert before.lost_seconds == 0.0
+    for slot, agent in enumerate(agents):
+        mine = [index for index in range(8) if index % 3 == slot]
+        again = [*mine, 3] if slot == 1 else mine  # which slot 0 made unsound
+        agent.report(20, structs.RankStep(slot, mine, 0.75, 1.0, again), total=8)
+    after = job_answer(world.core, world.job(), EVERYBODY)
+    assert world.job().iteration == 20 and after.ledger_violations == 0
+    assert after.lost_seconds == pytest.approx(0.25), "the others took half a second"
+    world.check_replay()

@@ -3,6 +3,8 @@ dumped and replaced."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from tests.support.training import ORDERS, USUAL, events, hang, phases, sent, train, trained_world
@@ -483,6 +485,48 @@ def test_a_rank_that_is_slow_from_the_start_is_named(world, snapshot):
     train(world, 24)
     assert "slot 1 is no slower" in events(world, "degraded_over")[0].record.reason
     assert not sent(world, ORDERS)
+
+
+def test_one_that_becomes_half_as_fast_is_named_within_five_iterations_and_its_cost_adds_up(world):
+    """Eight micro-batches on three ranks: 3, 3 and 2, so that the slow one makes the others wait for 4 in place of
+    8 / 3."""
+    train(world, 200)
+    train(world, 5, slow={2: 3.0})
+    (named,) = events(world, "degraded")
+    assert named.record.slot == 2 and named.record.iteration <= 204
+    before = world.core.runtimes["1"].sensors.times.straggler_cost
+    train(world, 10, slow={2: 3.0})
+    cost = (world.core.runtimes["1"].sensors.times.straggler_cost - before) / 10
+    own, fair = 2 * (0.001 + 0.03 + 0.18), 8 / 3 * (0.001 + 0.03 + 0.06)
+    assert cost == pytest.approx(own - fair, abs=0.01)
+
+
+def test_micro_batches_of_any_length_are_no_slowness(world):
+    rng = random.Random(3)
+    for _ in range(300):
+        train(world, 1, slow={slot: rng.choice((0.2, 0.5, 1.0, 2.0, 3.0)) for slot in range(3)})
+    assert not [event for event in events(world, "degraded") if event.record.slot is not None]
+
+
+@pytest.mark.parametrize(("stage", "unclear"), [(3, False), (None, True)])
+def test_of_a_pipeline_the_slowest_stage_is_named_if_the_times_show_it(stage: int | None, unclear: bool):
+    """Two replicas of two stages, each rank on a node of its own: slots 0 and 1, 2 and 3."""
+    world = World(hang_floor_seconds=0.5)
+    agents = world.start_job(nodes=4, replica=2)
+    rng = random.Random(4)
+    for iteration in range(100):
+        world.run(0.4)
+        for agent in agents:
+            (slot,), first = agent.slots, agent.element % 2 == 0
+            factor = 1.0 if slot < 2 else 2.0 if slot == stage or stage is None else 1.5
+            times = [value * factor * rng.gauss(1, 0.02) for value in phases(4)[:3]] + [0.02, 0.01, 0.0]
+            agent.report(
+                iteration,
+                structs.RankStep(slot, [*range(agent.element // 2, 8, 2)] if first else [], 0.4, 1.0, None, times),
+            )
+    times = world.core.runtimes["1"].sensors.times
+    assert times.straggler is not None and bool(times.unclear) == unclear
+    assert times.straggler.slot == (2 if stage is None else stage)
 
 
 def test_long_healthy_training_raises_no_alarm(world):

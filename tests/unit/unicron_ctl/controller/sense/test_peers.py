@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 
 import pytest
 from msgspec import structs
@@ -14,6 +15,7 @@ from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.api.job_answers import job_answer
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.sense.outliers import Group, JobPeers, PeerWatch, Sample, node_rows, rank_rows
+from unicron_ctl.controller.sense.timing import PhaseTimes, Times
 from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.protocol import wire
 
@@ -139,6 +141,23 @@ def test_phases_count_as_shares_of_the_iteration(world):
     rows = rank_rows({}, world.job("1").members, world.core.runtimes["1"].sensors.times.phases.comparable())
     assert len(rows) == 6 and 0.5 < sum(rows["slot 2"].values()) < 1.0
     assert rank_rows({}, [0, 1], {}) == {}
+
+
+def test_times_of_an_earlier_share_are_not_compared_with_those_of_the_present_one():
+    """A rank of half the speed has the same time with half the share; its work takes twice as long all the same."""
+
+    def step(iteration: int, slow: int) -> Times:
+        each = [[0.0, 0.1 * 8, 0.0, 0.0, 0.0, 0.0]] * 2 + [[0.0, 0.1 * 2 * slow, 0.0, 0.0, 0.0, 0.0]]
+        data = struct.pack("<18d", *(time for row in each for time in row))
+        return Times(iteration, [0, 1, 2], data, [8, 8, slow], True, True)
+
+    phases = PhaseTimes()
+    for iteration in range(10):
+        phases.take_in([step(iteration, 8)])
+    for iteration in range(10, 12):
+        phases.take_in([step(iteration, 4)])
+    row = phases.comparable()
+    assert row[2]["forward"] / row[0]["forward"] == pytest.approx(2.0)
 
 
 def test_a_member_that_leaves_is_no_longer_odd(world, snapshot):

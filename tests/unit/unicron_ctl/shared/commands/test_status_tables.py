@@ -320,3 +320,9 @@ def test_a_wide_terminal_shows_all(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_nothing_is_said_in_a_line(snapshot) -> None:
     assert [status_tables.jobs([]).notes, status_tables.jobs([], chosen=True).notes] == snapshot
+
+
+def test_a_failure_of_the_data_names_no_rank():
+    data = {"kind": "data", "slots": [], "slot": None, "node": "", "severity": 3, "cause": "bad_micro_batch"}
+    failure = msgspec.convert(FAILURE | data, Failure)
+    assert status_tables.slots_of(failure) == "" and " data SEV3" in status_tables.failure_text(failure)

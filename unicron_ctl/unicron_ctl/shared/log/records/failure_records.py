@@ -33,7 +33,7 @@ class SeenExit(msgspec.Struct, frozen=True, kw_only=True):
 class FailureDetected(Record, frozen=True, tag="failure_detected"):
     """The judge's verdict on a finding; the event's id is the failure's number."""
 
-    kind_of_failure: str  # rank | node | agent | network | hang | exception | transfer | action
+    kind_of_failure: str  # rank | node | agent | network | hang | exception | transfer | action | corruption | data
     slots: list[int]
     severity: int
     cause: str
@@ -57,6 +57,7 @@ class FailureDetected(Record, frozen=True, tag="failure_detected"):
     lived: float | None = None  # seconds from the start of the process to its end
     fault_at: float | None = None  # the time of the exception, by the agent's clock
     noted: float | None = None  # the time of a note: a fault that was corrected without the controller
+    noted_by: int | None = None  # the slot whose note it is; None for the first of `slots`
 
 
 class FailureVerdict(Record, frozen=True, tag="failure_verdict"):

@@ -112,6 +112,7 @@ class GenerationEntered(Record, frozen=True, tag="entered"):
 class Reform(Record, frozen=True, tag="reform"):
     """The job is formed anew, because no rank has the training state any more, or because that is unsound."""
 
+    reached: int = -1  # the furthest iteration to which its ranks had come
     unsound_until: int = -1  # states up to this iteration and after `sound` were found to be wrong; -1: none was
     sound: int = -1  # the newest iteration from which the job may begin then
     verified: bool = False  # an audit has found its state sound; otherwise it is only old enough
@@ -143,6 +144,7 @@ class Step(Record, frozen=True, tag="step"):
     micro_batches: int
     computed: int
     nan_since: int = -1  # the first of the latest iterations without a finite loss, or -1
+    unsound_seconds: float = 0.0  # of all iterations so far without a finite loss, and of trying some again
     unreported: list[int] = []  # the first hundred micro-batches that no rank reported
     ago: float = 0.0  # seconds since the iteration, if it was reported late
 

@@ -90,6 +90,16 @@ class NodeAvoided(Record, frozen=True, tag="avoided"):
     suspect: bool = False  # the node may be at fault, which a pair test should prove or rule out
 
 
+class NodeSwap(Record, frozen=True, tag="node_swap"):
+    """A suspect node gives its place in the job to a ready spare; the reason says what is held against it."""
+
+    element: int
+    node: str
+    state: str  # planned: at the next boundary | withheld: it keeps its place | dropped: it keeps it after all
+    agent: str = ""
+    along: list[int] = []  # elements that leave with it, because they make a replica or a block with it
+
+
 class TakeWithheld(Record, frozen=True, tag="take_withheld"):
     """A limit keeps the controller from this action in Slurm."""
 
@@ -106,6 +116,17 @@ class NodeHealth(Record, frozen=True, tag="node_health"):
     verdict: str  # good | warning | unknown | bad
     checked_at: float  # by the node's clock
     drain: bool = False  # its admin wants a bad node drained
+
+
+class PairTest(Record, frozen=True, tag="pair_test"):
+    """The controller has a node tested in pairs with idle ones; the reason says why, or what came of it."""
+
+    node: str
+    state: str  # chosen | good | slow | bad | unclear: no sound partner | not_run: Slurm gave no nodes
+    evidence: str  # failure: a job left it, or it failed | odd: it stood out among its peers
+    partners: list[str] = []
+    alike: str = ""  # partition and backend, within which pairs are compared
+    seconds: list[float] = []  # for a gigabyte, of each pair that was sound
 
 
 class AdmissionWaits(Record, frozen=True, tag="admission_waits"):

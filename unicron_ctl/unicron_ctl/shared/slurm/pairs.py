@@ -38,6 +38,9 @@ class Wish:
     backend: str = "auto"
     slower: float = 3.0
     """A pair is slow if it takes so many times the median."""
+    known: Mapping[str, float] = field(default_factory=dict)
+    """Backend -> seconds for a gigabyte beyond which a pair is slow, by earlier tests. For other backends the pairs of
+    this test are compared."""
     patience: float = 15.0
     """Seconds for one answer of a peer."""
     queue: int = 10
@@ -184,6 +187,10 @@ class Runner:
         self._wish, self._tell = wish, tell
         self._steps = Steps(JOB_NAME, environment)
 
+    def stop(self) -> None:
+        """End all running tests, and start no others."""
+        self._steps.stop()
+
     def play(self, tested: Sequence[str], helpers: Sequence[str]) -> Findings:
         """Run both rounds."""
         groups = pairs(tested, helpers)
@@ -192,9 +199,11 @@ class Runner:
         first = self._play_wave(1, groups)
         outcomes = _outcomes(first)
         second: list[PairTest] = []
-        for wave in second_round(outcomes, slower=self._wish.slower):
+        backend = next((test.backend for test in first if test.backend), "")
+        criteria = self._wish.slower, self._wish.known.get(backend)
+        for wave in second_round(outcomes, *criteria):
             second += self._play_wave(2, wave)
-        found = Findings([*first, *second], judge(outcomes, _outcomes(second), slower=self._wish.slower))
+        found = Findings([*first, *second], judge(outcomes, _outcomes(second), *criteria))
         met = {name for test in found.tests if test.passed is not None for name in test.nodes}
         for test in found.tests:
             if test.passed is None:
