@@ -110,6 +110,8 @@ def verdict(text: str) -> tuple[str, str]:
     if " had another " in text or " differ in the " in text:
         by = "comparison" if "optimizer state" in text else "audit"
         return by, text.partition(" had another ")[0] if " had another " in text else "nobody"
+    if "got another sum" in text:
+        return "sum", ""
     if "is not sound on slot" in text:
         return "no step", text.partition("is not sound on ")[2].partition(",")[0]
     return "", ""
@@ -130,7 +132,7 @@ class Campaign:
         }
         script = Path(train_lines.__file__).with_name("train.py")
         self.world = World(folder, RANKS, "allow_inject = true\n", [sys.executable, str(script)], **variables)
-        self.lines = Lines(folder, RANKS)
+        self.lines, self._nodes = Lines(folder, RANKS), 0
         self.expected: dict[int, tuple[float, float]] = {}
 
     # ------------------------------------------------------------ the undisturbed job
@@ -224,11 +226,19 @@ class Campaign:
         """Wait until all train on and nothing more is found."""
         while True:
             reached, seen = max(self.lines.reached(), self.lines.now()), self._last_failure()
-            self.wait(lambda end=reached + SETTLED: self.lines.now() >= end, "all train on")
+            self.wait(lambda end=reached + SETTLED: self._whole() and self.lines.now() >= end, "all train on")
             if self._last_failure() == seen:
                 return
 
     # ------------------------------------------------------------ the job
+    def _whole(self) -> bool:
+        """Give the job another node for one that it has left."""
+        for slot, agent in list(self.world.agents.items()):
+            if not agent.alive:
+                self._nodes += 1
+                self.world.start_agent(slot, SLURMD_NODENAME=f"other{self._nodes}")
+        return True
+
     def ask(self, fault: str, slot: int) -> None:
         """Inject this."""
         self.world.ask("inject", fault=fault, job="7", slot=slot, seconds=0.0 if "once" in fault else 60.0)
