@@ -99,13 +99,16 @@ class Checks:
         if total < replicas:
             return False
         each = max(1, -(-every * replicas // total))  # iterations: a replica has total / replicas of them
-        return self._calibrating or bool(self._rounds) or iteration % each == 0 or self.compares(iteration)
+        return self._calibrating or bool(self._rounds) or iteration % each == 0
 
     def compares(self, iteration: int) -> bool:
-        """Whether the replicas compare their states in this iteration; the same in all members."""
+        """Whether the replicas compare their states in this iteration; the same in all members. They do so in each
+        audit, which verifies a state only with that. The other way round, an audit in each comparison would cost more
+        than N says where an iteration has few micro-batches."""
         every = self._agreed[1]
-        same = self._generation == self.member.generation
-        return same and every > 0 and self.member.replicas > 1 and iteration % every == 0
+        if not every or self.member.replicas < 2 or self._generation != self.member.generation:
+            return False
+        return iteration % every == 0 or self.audits(iteration)
 
     # ------------------------------------------------------------ one iteration
     def begin_iteration(self, total: int) -> None:
