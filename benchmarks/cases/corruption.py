@@ -109,13 +109,19 @@ def totals(outcomes: Sequence[Outcome], report: Report) -> None:
     named = [each for each in found if each.named]
     report.figure("found, of defective units and of changed numbers", len(found), "", least=len(kept))
     if named:
-        report.figure("culprit right, of those that name one", sum(each.right for each in named) / len(named), "", least=0.99)
-        report.figure("iterations from the fault to the finding, median", statistics.median(each.delay for each in found))
+        report.figure(
+            "culprit right, of those that name one", sum(each.right for each in named) / len(named), "", least=0.99
+        )
+        report.figure(
+            "iterations from the fault to the finding, median", statistics.median(each.delay for each in found)
+        )
         report.figure("the same, most", max(each.delay for each in found), "", most=campaign.WINDOW)
     report.figure("faults after which a wrong state was kept", sum(each.wrong > 0 for each in lasting), "", most=0)
     copies = [each for each in lasting if each.fault.kind in ("memory", "file")]
     unread = sum(not each.by or each.by == "not read" for each in copies)
-    report.text(f"copies of the state: {len(copies) - unread} of {len(copies)} found by their checksum, {unread} never read")
+    report.text(
+        f"copies of the state: {len(copies) - unread} of {len(copies)} found by their checksum, {unread} never read"
+    )
     if once:
         share = sum(bool(each.by) for each in once) / len(once)
         report.figure("found, of what a unit spoilt once (only an audit of that micro-batch can)", share)
