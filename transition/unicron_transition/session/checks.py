@@ -20,7 +20,7 @@ from unicron_detector.words import number_spans
 from unicron_transition.generations.layout import deal
 from unicron_transition.iteration import audits
 from unicron_transition.iteration.accumulation import Accumulation
-from unicron_transition.iteration.audits import ROUNDS, Digest, Told, Verdict, Weights
+from unicron_transition.iteration.audits import ROUNDS, Digest, Findings, Verdict, Weights
 from unicron_transition.iteration.ledger import Ledger
 from unicron_transition.iteration.rank_log import inform, warn
 from unicron_transition.iteration.soundness import UnsoundIteration, norm_of
@@ -48,13 +48,13 @@ class AuditAgain(Exception):
 
 @dataclass
 class _Round:
-    """What this rank found in the present round of an audit."""
+    """The findings of this rank in the present round of an audit."""
 
     own: Digest | None = None
     audited: tuple[int, Digest] | None = None
     state: float | None = None
     sums: list[float] = field(default_factory=list)
-    """As :class:`audits.Weights`, as far as they are known."""
+    """The numbers of :class:`audits.Weights`, as far as they are known."""
 
 
 def settings(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
@@ -85,7 +85,7 @@ class Checks:
     _calibrating: bool = True  # some member has not measured how well gradients repeat
     _tolerance: float = math.nan
     _round: _Round = field(default_factory=_Round)
-    _rounds: list[list[Told]] = field(default_factory=list)
+    _rounds: list[list[Findings]] = field(default_factory=list)
     _furthest: int = -1  # iteration from which all have gone back
     _returns: int = 0  # without coming further
 
@@ -156,7 +156,7 @@ class Checks:
         return Digest(_bits(tensors), norm_of(tensors), _difference(tensors))
 
     # ------------------------------------------------------------ at the commit
-    def told(self, iteration: int) -> list[float]:
+    def statement(self, iteration: int) -> list[float]:
         """Return what this rank tells with the commit: as many numbers in all members."""
         if not self.tells():
             return []
@@ -170,11 +170,11 @@ class Checks:
         member, layout, found = self.member, self.member.layout, self._round
         place = member.slot % layout.size
         sums = Weights(*found.sums) if len(found.sums) == len(Weights._fields) else None
-        return audits.tell(
+        return audits.pack_findings(
             place, layout.size, member.replica, member.replicas, found.own, found.audited, found.state, sums
         )
 
-    def hear(self, iteration: int, numbers: Sequence[float]) -> bool:
+    def take_statements(self, iteration: int, numbers: Sequence[float]) -> bool:
         """Judge what the members have told; returns whether the state with which the iteration began is verified.
         Raises :class:`AuditAgain` or :class:`CorruptState`, in all members alike."""
         if not numbers:
@@ -184,7 +184,7 @@ class Checks:
             self._calibrating, self._generation = numbers[2] > 0, self.member.generation
             return False
         replicas, audited = self.member.replicas, self._round.own is not None
-        told = audits.hear(numbers, self.member.layout.size, replicas, self.shift())
+        told = audits.unpack_findings(numbers, self.member.layout.size, replicas, self.shift())
         self._rounds.append(told)
         if (verdict := audits.differing_states(told)) is not None:
             raise CorruptState(verdict)
@@ -212,7 +212,7 @@ class Checks:
             raise CorruptState(verdict)
         return True
 
-    def _wrong_sums(self, rounds: Sequence[Told]) -> set[int]:
+    def _wrong_sums(self, rounds: Sequence[Findings]) -> set[int]:
         dtypes = {each.dtype for each in self.gradients.own_sum()}
         precision = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
         return {of for told in rounds for of in audits.wrong_sum(told, precision, self.state.sharded)}

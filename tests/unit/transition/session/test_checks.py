@@ -14,7 +14,7 @@ def begun(audit: int, compare: int, total: int, replicas: int) -> Checks:
     member = SimpleNamespace(replicas=replicas, generation=1)
     checks = Checks(member, SimpleNamespace(weigh=None), None, lambda: True, (audit, compare))  # type: ignore[arg-type]
     checks.begin_iteration(total)
-    checks.hear(0, [float(audit), float(compare), 0.0])
+    checks.take_statements(0, [float(audit), float(compare), 0.0])
     return checks
 
 
