@@ -73,9 +73,16 @@ def slow_replicas(sizes: Sizes, report: Report) -> None:
             for number, iterations in enumerate((SETTLED, SOON - SETTLED)):
                 job.run(iterations)
                 within[number] += slowest(job.shares, paces, Schedule()) <= 1.05 * optimum
-        report.row(f"  {name}: {SETTLED}, {SOON}", *(100.0 * count / sizes.trials for count in within), label=44, digits=0)
+        report.row(
+            f"  {name}: {SETTLED}, {SOON}", *(100.0 * count / sizes.trials for count in within), label=44, digits=0
+        )
         if name == "normal 2 %":
-            report.figure(f"within 5 % of the optimum after {SETTLED} iterations, {name}", 100.0 * within[0] / sizes.trials, "%", least=99)
+            report.figure(
+                f"within 5 % of the optimum after {SETTLED} iterations, {name}",
+                100.0 * within[0] / sizes.trials,
+                "%",
+                least=99,
+            )
 
 
 def real(sizes: Sizes, report: Report) -> None:
@@ -97,7 +104,7 @@ def real(sizes: Sizes, report: Report) -> None:
 
 
 def train(sizes: Sizes, total: int, mode: str) -> tuple[float, float, list[int]]:
-    """Return the seconds of an iteration before, and some iterations after one rank became slow; and its last shares."""
+    """Return the seconds of an iteration before and well after one rank became slow, and the last shares."""
     iterations = HEALTHY + SLOWED
     settings = {
         "TINY_SCRIPT": str(ROOT / "tests" / "support" / "tiny_plain.py"),

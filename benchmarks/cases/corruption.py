@@ -1,0 +1,151 @@
+"""Silent corruption: faults that are injected and found, runs without any, and what the checks cost.
+
+The faults strike three real ranks under agents and a controller (:mod:`benchmarks.corruption.campaign`). Each is one of
+three kinds: a defective unit errs in each of its sums until somebody stops it; a unit errs once; a number changes
+where it is kept. What a unit spoils once can be found only in the one micro-batch in N that is audited.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.corruption import campaign, cost, healthy
+from benchmarks.corruption.campaign import CLASSES, KINDS, ONCE, Outcome
+from benchmarks.report import Report
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """Sizes of a run."""
+
+    faults: int = 344
+    """Silent faults."""
+    seed: int = 1
+    """Of the faults, and of the runs without any."""
+    runs: int = 30
+    """Runs without a fault."""
+    iterations: int = 2000
+    """Of each of them."""
+    pairs: int = 6
+    """Pairs of blocks with and without checks."""
+    ranks: int = 4
+    """Of the training whose cost is measured."""
+    minutes: float = 600.0
+    """After which no fault is injected, and no run begun, any more."""
+    only: str = "faults,healthy,cost"
+    """Parts, with commas between."""
+
+
+SMALLEST = Sizes(faults=len(KINDS), runs=2, iterations=60, pairs=2, ranks=2)
+COSTS = (  # N, M, micro-batches of a rank in an iteration, seconds of each, iterations of a block
+    (256, 64, 1, 0.030, 256),
+    (256, 64, 4, 0.025, 64),
+    (32, 64, 1, 0.030, 64),
+)
+MOST_COST = 1.01
+
+
+def measure(sizes: Sizes, report: Report) -> None:
+    """Measure the chosen parts."""
+    parts: dict[str, Callable[[Sizes, Report], None]] = {"faults": faults, "healthy": runs, "cost": costs}
+    for part in sizes.only.split(","):
+        parts[part](sizes, report)
+
+
+# ------------------------------------------------------------ faults
+def faults(sizes: Sizes, report: Report) -> None:
+    """Inject faults, and say what became of them by kind, and by class of bits."""
+    what = f"audits of 1 micro-batch in {campaign.AUDIT}, comparisons every {campaign.COMPARE} iterations"
+    report.text(f"{campaign.RANKS} ranks, {what}; a fault has {campaign.WINDOW} iterations to be found")
+    outcomes: list[Outcome] = []
+
+    def tell(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        report.text(line(outcome))
+
+    with tempfile.TemporaryDirectory(prefix="unicron-bench-", dir="/dev/shm", ignore_cleanup_errors=True) as folder:
+        campaign.run(Path(folder), sizes.faults, sizes.seed, KINDS, tell, 60.0 * sizes.minutes)
+    report.details["faults"] = [msgspec.to_builtins(outcome) for outcome in outcomes]
+    table(outcomes, report)
+    totals(outcomes, report)
+
+
+def line(outcome: Outcome) -> str:
+    """Describe what became of a fault."""
+    fault = outcome.fault
+    found = f"{outcome.by} after {outcome.delay}, {outcome.named or 'nobody named'}" if outcome.by else "not found"
+    kept = f", {outcome.wrong} wrong iterations kept" if outcome.wrong else ""
+    number = f"{outcome.before:.4g} -> {outcome.after:.4g}"
+    return f"{fault.kind}, bit {fault.bit}, slot {fault.slot}, iteration {outcome.struck}: {number}: {found}{kept}"
+
+
+def table(outcomes: Sequence[Outcome], report: Report) -> None:
+    """Print found of all that matter, by kind and class of bits, and how many left a wrong state."""
+    report.row("found / injected (wrong state kept)", *CLASSES, label=36, width=17)
+    for kind in KINDS:
+        cells = []
+        for name in CLASSES:
+            those = [each for each in outcomes if each.fault.kind == kind and each.fault.bits == name and each.matters]
+            wrong = sum(each.wrong > 0 for each in those)
+            cells.append(f"{sum(map(bool, (each.by for each in those)))}/{len(those)} ({wrong})" if those else "-")
+        report.row(kind, *cells, label=36, width=17)
+
+
+def totals(outcomes: Sequence[Outcome], report: Report) -> None:
+    """Print the figures of those that matter, apart for what only a lucky audit finds."""
+    matters = [each for each in outcomes if each.matters]
+    lasting = [each for each in matters if not each.fault.kind.endswith(ONCE)]
+    once = [each for each in matters if each.fault.kind.endswith(ONCE)]
+    report.text(f"{len(outcomes)} faults, of which {len(matters)} changed a number by more than rounding")
+    if not lasting:
+        return
+    kept = [each for each in lasting if each.by not in ("image check", "file check", "not read")]
+    found = [each for each in kept if each.by]
+    named = [each for each in found if each.named]
+    report.figure("found, of defective units and of changed numbers", len(found), "", least=len(kept))
+    if named:
+        report.figure("culprit right, of those that name one", sum(each.right for each in named) / len(named), "", least=0.99)
+        report.figure("iterations from the fault to the finding, median", statistics.median(each.delay for each in found))
+        report.figure("the same, most", max(each.delay for each in found), "", most=campaign.WINDOW)
+    report.figure("faults after which a wrong state was kept", sum(each.wrong > 0 for each in lasting), "", most=0)
+    copies = [each for each in lasting if each.fault.kind in ("memory", "file")]
+    unread = sum(not each.by or each.by == "not read" for each in copies)
+    report.text(f"copies of the state: {len(copies) - unread} of {len(copies)} found by their checksum, {unread} never read")
+    if once:
+        share = sum(bool(each.by) for each in once) / len(once)
+        report.figure("found, of what a unit spoilt once (only an audit of that micro-batch can)", share)
+        report.figure("of these, a wrong state was kept", sum(each.wrong > 0 for each in once) / len(once))
+
+
+# ------------------------------------------------------------ runs without a fault
+def runs(sizes: Sizes, report: Report) -> None:
+    """Train with nothing wrong, and count the alarms."""
+    alarms, done, until = 0, 0, time.monotonic() + 60.0 * sizes.minutes
+    for run in healthy.runs(sizes.runs, sizes.iterations, sizes.seed):
+        if time.monotonic() > until:
+            break
+        with tempfile.TemporaryDirectory(prefix="unicron-bench-", ignore_cleanup_errors=True) as folder:
+            found, told = healthy.alarms(Path(folder), run)
+        alarms, done = alarms + bool(found), done + 1
+        report.text(f"{run.title}: {'; '.join(found) or 'no alarm'}{''.join(f'; {text}' for text in told[:1])}")
+    what = f"alarms in {done} runs of {sizes.iterations} iterations, N={healthy.AUDIT}, M={healthy.COMPARE}"
+    report.figure(what, alarms, "", most=0)
+
+
+# ------------------------------------------------------------ cost
+def costs(sizes: Sizes, report: Report) -> None:
+    """Compare iterations with and without checks."""
+    for audit, compare, each_rank, device, each in COSTS:
+        found = cost.blocks(sizes.ranks, each_rank, device, audit, compare, sizes.pairs, each)
+        seconds, wall, busy = cost.medians(found)
+        title = f"N={audit}, M={compare}, {each_rank} micro-batch(es) a rank"
+        report.details[title] = dict(found)
+        report.text(f"{title}: iterations of {1e3 * seconds:.0f} ms without checks; CPU time with / without {busy:.4f}")
+        usual = (audit, compare) == (256, 64)
+        walls = [block.wall for block in found[cost.ON]], [block.wall for block in found[cost.OFF]]
+        report.ratio(f"iteration with checks / without, {title}", *walls, MOST_COST if usual else None)

@@ -1,0 +1,34 @@
+"""When a rank's work is audited, and when the replicas compare their states."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from unicron_transition.session.checks import Checks
+
+
+def begun(audit: int, compare: int, total: int, replicas: int) -> Checks:
+    """Checks of a generation whose members have agreed, and whose gradients repeat bit by bit."""
+    member = SimpleNamespace(replicas=replicas, generation=1)
+    checks = Checks(member, SimpleNamespace(weigh=None), None, lambda: True, (audit, compare))  # type: ignore[arg-type]
+    checks.begin_iteration(total)
+    checks.hear(0, [float(audit), float(compare), 0.0])
+    return checks
+
+
+@pytest.mark.parametrize(("each_rank", "audited"), [(1, 4), (4, 16), (32, 128)])
+def test_one_micro_batch_in_n_is_audited_however_often_states_are_compared(each_rank, audited):
+    checks = begun(256, 64, 4 * each_rank, 4)
+    iterations = range(1, 1025)
+    assert sum(map(checks.audits, iterations)) == audited
+    assert all(checks.compares(each) for each in iterations if checks.audits(each)), "which verifies the state"
+    assert all(checks.compares(each) for each in iterations if each % 64 == 0)
+
+
+def test_nothing_is_compared_or_audited_that_is_not_wanted_or_alone():
+    assert not any(map(begun(0, 0, 8, 4).compares, range(100)))
+    assert not any(map(begun(8, 0, 8, 4).compares, range(100)))
+    assert not any(map(begun(8, 8, 8, 1).audits, range(100)))
+    assert not any(map(begun(0, 8, 8, 4).audits, range(100)))
