@@ -108,7 +108,7 @@ def test_what_is_not_finite_once_is_computed_again(tmp_path, kind):
     _, _, sound = _train(tmp_path, "sound")
     status, events, losses = _train(tmp_path, kind)
     assert losses.keys() == sound.keys() == set(range(60))
-    assert max(abs(losses[one] - sound[one]) / abs(sound[one]) for one in sound) < 1e-6
+    assert max(abs(losses[one] - sound[one]) / abs(sound[one]) for one in sound) < 1e-5
     assert status["nan_since"] is None and not status["ledger_violations"]
     assert "micro-batch 3 of iteration 20" in events or "iteration 20 made a loss or a gradient" in events
 

@@ -131,7 +131,7 @@ class Verdict:
     """What is wrong, and who is at fault."""
 
     what: str
-    """`gradient`, `state` or `sum`."""
+    """`gradient`, `state`, `sum` or `number`: a parameter that is not finite."""
     culprits: frozenset[int]
     """Replicas that are proven wrong; empty if no majority says who is right."""
     among: frozenset[int]

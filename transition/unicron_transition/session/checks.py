@@ -23,7 +23,7 @@ from unicron_transition.iteration.accumulation import Accumulation
 from unicron_transition.iteration.audits import ROUNDS, Digest, Told, Verdict, Weights
 from unicron_transition.iteration.ledger import Ledger
 from unicron_transition.iteration.rank_log import inform, warn
-from unicron_transition.iteration.soundness import norm_of
+from unicron_transition.iteration.soundness import UnsoundIteration, norm_of
 from unicron_transition.session.member import Member
 from unicron_transition.snapshot.migrate import TrainingState
 from unicron_transition.snapshot.tensor_transfer import checksum
@@ -31,7 +31,7 @@ from unicron_transition.snapshot.tensor_transfer import checksum
 AUDIT, COMPARE = "UNICRON_AUDIT", "UNICRON_COMPARE"
 DEFAULTS = {AUDIT: 256, COMPARE: 64}
 EXACT = 1 << 52  # whole numbers below it are exact in a float
-HEAD = 3  # numbers that the members tell at the start of a generation
+MOST_RETURNS = 3  # to a sound state without coming further
 
 
 class CorruptState(Exception):
@@ -86,7 +86,8 @@ class Checks:
     _tolerance: float = math.nan
     _round: _Round = field(default_factory=_Round)
     _rounds: list[list[Told]] = field(default_factory=list)
-    _off: str = ""  # the reason why audits are off
+    _furthest: int = -1  # iteration from which all have gone back
+    _returns: int = 0  # without coming further
 
     # ------------------------------------------------------------ what is due
     def audits(self, iteration: int) -> bool:
@@ -234,6 +235,18 @@ class Checks:
             )
         return not found.trouble
 
+    def count_return(self, iteration: int) -> None:
+        """Count that all ranks go back because of what they have found in `iteration`. Raises
+        :class:`UnsoundIteration` if they have done so in vain."""
+        self._returns = self._returns + 1 if iteration <= self._furthest else 1
+        self._furthest = max(self._furthest, iteration)
+        if self._returns > MOST_RETURNS:
+            raise UnsoundIteration(
+                f"the training went back {MOST_RETURNS} times to a sound state, and came no further than iteration "
+                f"{self._furthest}: look at what `unicronctl events` says of it, and test its nodes (unicronctl "
+                "pair-test)"
+            )
+
     # ------------------------------------------------------------ texts
     def fault(self, verdict: Verdict, iteration: int) -> Fault:
         """Return a verdict as a fault for the controller."""
@@ -243,13 +256,19 @@ class Checks:
             found = [slot for one in replicas for slot in member.members[one * size : (one + 1) * size]]
             return number_spans("slot", found)
 
-        what = "parameters or optimizer state" if verdict.what == "state" else "gradient of one micro-batch"
-        if verdict.what == "sum":
-            text = f"{slots(verdict.among)} got another sum of gradients at iteration {iteration} than what all have sent"
+        what = "state" if verdict.what == "state" else "gradient of one micro-batch"
+        if verdict.what == "number":
+            text = f"parameters are not finite on {slots(verdict.among)} at iteration {iteration}"
+        elif verdict.what == "sum":
+            text = (
+                f"{slots(verdict.among)} got another sum of gradients at iteration {iteration} than what all have sent"
+            )
         elif verdict.culprits:
             text = f"{slots(verdict.culprits)} had another {what} than the other replicas at iteration {iteration}"
         else:
-            text = f"{slots(verdict.among)} differ in the {what} at iteration {iteration}; no majority says who is right"
+            text = (
+                f"{slots(verdict.among)} differ in the {what} at iteration {iteration}; no majority says who is right"
+            )
         slot = member.members[min(verdict.culprits) * size] if verdict.culprits else None
         return Fault("SilentCorruption", text, time.time(), iteration=iteration, culprit=slot)
 

@@ -168,7 +168,8 @@ class Training:
         self._persistence = Persistence(self._member, self._state, checkpoints, self._local)
         self._saving = self._persistence.schedule
         scaled = bool(scalers(self._optimizer)) or (scaler is not None and scaler.is_enabled())
-        self._trials = Trials(self._member, self._exchange, self._gradients, OnBadBatch(on_bad_batch), scaled)
+        judged = self._member, self._exchange, self._gradients, self._state
+        self._trials = Trials(*judged, OnBadBatch(on_bad_batch), scaled)
         self._reporter = RankReporter(self._at, self._member, self._gradients, self._persistence, parameters, flops)
         self._reporter.micro_batches_of = self.micro_batches_of
         self._pacing = Pacing(self._member, self._gradients.group)
@@ -256,6 +257,7 @@ class Training:
             except _Unsound:
                 again = True
             except CorruptState as found:
+                self._checks.count_return(self._at.ledger.iteration)
                 self._member.note = self._checks.fault(found.verdict, self._at.ledger.iteration)
                 self.go_back()
             except AuditAgain:

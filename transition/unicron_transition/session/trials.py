@@ -13,11 +13,23 @@ from unicron_detector.processes.rank_messages import Fault
 from unicron_detector.words import number_spans
 from unicron_transition.generations.layout import deal
 from unicron_transition.iteration.accumulation import Accumulation
+from unicron_transition.iteration.audits import Verdict
 from unicron_transition.iteration.exchange import Exchange
 from unicron_transition.iteration.ledger import UNKNOWN, Ledger
 from unicron_transition.iteration.rank_log import warn
-from unicron_transition.iteration.soundness import MOST_TRIALS, Band, Marks, Trial, UnsoundIteration, moved
+from unicron_transition.iteration.soundness import (
+    MOST_TRIALS,
+    Band,
+    Marks,
+    Trial,
+    UnsoundIteration,
+    moved,
+    norm_of,
+)
+from unicron_transition.seams.dtensors import local
+from unicron_transition.session.checks import CorruptState
 from unicron_transition.session.member import Member
+from unicron_transition.snapshot.migrate import TrainingState
 
 
 class OnBadBatch(StrEnum):
@@ -41,8 +53,17 @@ class Retry:
 class Trials:
     """The judgement of one rank's iterations."""
 
-    def __init__(self, member: Member, exchange: Exchange, gradients: Accumulation, on_bad: OnBadBatch, scaled: bool):
+    def __init__(
+        self,
+        member: Member,
+        exchange: Exchange,
+        gradients: Accumulation,
+        state: TrainingState,
+        on_bad: OnBadBatch,
+        scaled: bool,
+    ):
         self._member, self._exchange, self._gradients, self._on_bad = member, exchange, gradients, on_bad
+        self._state = state
         self._scaled = scaled  # a gradient scaler skips steps with an overflow by itself
         self._band = Band()
         self._trial: Trial | None = None
@@ -115,6 +136,7 @@ class Trials:
         first = min(faulty)
         where = "on two replicas" if self._member.replicas > 1 else "twice"
         if not left:
+            self._check_parameters()
             error = UnsoundIteration(
                 f"iteration {ledger.iteration} has no sound micro-batch: their losses or gradients are not finite, "
                 f"{where} each. The training has diverged, or its state is unsound: go back to an older checkpoint"
@@ -134,6 +156,15 @@ class Trials:
                 self._report("UnsoundMicroBatch", text, ledger.iteration, index)
         own = deal(len(left), self._member.replicas, self._member.replica, self._member.layout.lanes)
         return Retry(True, [left[one] for one in own], ledger.skipped | faulty)
+
+    def _check_parameters(self) -> None:
+        """Raise :class:`CorruptState` in all members if a parameter of one of them is not finite; collective."""
+        replicas = self._member.replicas
+        mine = not math.isfinite(norm_of(local(each) for tree in self._state.trees for each in tree.parameters))
+        own = [float(mine and replica == self._member.replica) for replica in range(replicas)]
+        among = frozenset(replica for replica, bad in enumerate(self._exchange.most(own)) if bad > 0)
+        if among:
+            raise CorruptState(Verdict("number", among if len(among) < replicas else frozenset(), among))
 
     # ------------------------------------------------------------ the end
     def settle(self, ledger: Ledger) -> None:
