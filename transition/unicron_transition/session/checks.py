@@ -190,6 +190,8 @@ class Checks:
             raise CorruptState(verdict)
         if audited and not self._judge(replicas):
             return False
+        if audited and len(self._rounds) == ROUNDS:
+            self._note_mended(self._wrong_sums(self._rounds[0]), iteration)
         self._rounds = []
         return self.compares(iteration) and (audited or not self._agreed[0])
 
@@ -211,6 +213,14 @@ class Checks:
         if verdict is not None:
             raise CorruptState(verdict)
         return True
+
+    def _note_mended(self, sums: set[int], iteration: int) -> None:
+        """Note that a sum was wrong in these replicas and is right in the second round: nothing follows from it."""
+        if sums:
+            fault = self.fault(Verdict("sum", frozenset(), frozenset(sums)), iteration)
+            fault.text += ", and the right one when all summed again"
+            self.member.note = fault
+            self.member.publish("running")
 
     def _wrong_sums(self, rounds: Sequence[Told]) -> set[int]:
         dtypes = {each.dtype for each in self.gradients.own_sum()}

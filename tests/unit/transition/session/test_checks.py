@@ -5,8 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from unicron_transition.session.checks import Checks
+from unicron_transition.iteration import audits
+from unicron_transition.iteration.audits import Digest, Weights
+from unicron_transition.session.checks import AuditAgain, Checks
 
 
 def begun(audit: int, compare: int, total: int, replicas: int) -> Checks:
@@ -14,6 +17,7 @@ def begun(audit: int, compare: int, total: int, replicas: int) -> Checks:
     member = SimpleNamespace(replicas=replicas, generation=1)
     checks = Checks(member, SimpleNamespace(weigh=None), None, lambda: True, (audit, compare))  # type: ignore[arg-type]
     checks.begin_iteration(total)
+    checks._tolerance = 0.0
     checks.hear(0, [float(audit), float(compare), 0.0])
     return checks
 
@@ -32,3 +36,24 @@ def test_nothing_is_compared_or_audited_that_is_not_wanted_or_alone():
     assert not any(map(begun(8, 0, 8, 4).compares, range(100)))
     assert not any(map(begun(8, 8, 8, 1).audits, range(100)))
     assert not any(map(begun(0, 8, 8, 4).audits, range(100)))
+
+
+def test_a_sum_that_was_wrong_once_is_summed_again_and_told():
+    checks, published = begun(1, 0, 2, 2), []
+    own = Digest(7.0, 1.0, 0.5)
+    member = checks.member
+    vars(member).update(layout=SimpleNamespace(size=1), members=[0, 1], slot=0, note=None, publish=published.append)
+    checks.gradients.own_sum, checks.state = lambda: [torch.ones(2)], SimpleNamespace(sharded=False)
+
+    def hear(after: float) -> bool:
+        checks._round.own, sums = own, Weights(0.5, 1.0, after)
+        told = [audits.tell(0, 1, replica, 2, own, (1 - replica, own), None, sums) for replica in (0, 1)]
+        return checks.hear(3, [max(row) for row in zip(*told, strict=True)])
+
+    with pytest.raises(AuditAgain):
+        hear(after=2.0)
+    assert not published
+    hear(after=1.0)
+    assert published == ["running"] and member.note.culprit is None
+    assert member.note.text.startswith("slots 0-1 got another sum of gradients at iteration 3"), member.note.text
+    assert member.note.text.endswith("and the right one when all summed again")
