@@ -73,9 +73,16 @@ def slow_replicas(sizes: Sizes, report: Report) -> None:
             for number, iterations in enumerate((SETTLED, SOON - SETTLED)):
                 job.run(iterations)
                 within[number] += slowest(job.shares, paces, Schedule()) <= 1.05 * optimum
-        report.row(f"  {name}: {SETTLED}, {SOON}", *(100.0 * count / sizes.trials for count in within), label=44, digits=0)
+        report.row(
+            f"  {name}: {SETTLED}, {SOON}", *(100.0 * count / sizes.trials for count in within), label=44, digits=0
+        )
         if name == "normal 2 %":
-            report.figure(f"within 5 % of the optimum after {SETTLED} iterations, {name}", 100.0 * within[0] / sizes.trials, "%", least=99)
+            report.figure(
+                f"within 5 % of the optimum after {SETTLED} iterations, {name}",
+                100.0 * within[0] / sizes.trials,
+                "%",
+                least=99,
+            )
 
 
 def real(sizes: Sizes, report: Report) -> None:

@@ -12,7 +12,8 @@ from tests.support.jobs import World
 AUDIT, COMPARE = 16, 8  # far more often than by default
 LIMIT = 3600.0
 MEGATRON = 5  # every so many runs is one of Megatron's tiny GPT
-MODELS, OPTIMIZERS = ("attention", "convolution", "perceptron", "recurrent"), ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad")
+MODELS = ("attention", "convolution", "perceptron", "recurrent")
+OPTIMIZERS = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad")
 ALARMS = ("failure_detected", "break", "reform", "ledger_violation")
 
 
