@@ -134,13 +134,13 @@ class GradientSaver:
     A file holds what this rank steps: {"index": its parts, "parameters": before the step, "gradient": reduced and
     clipped}; of each part (name of the whole tensor, its shape, offset and extent of a block in it, begin and end in
     that), and a flat fp32 tensor. Whoever has just joined, or got another shard, has no parameters from before the step
-    and saves nothing.
+    and saves nothing. If the job has gone back to an older state, the second step is saved in place of the first.
     """
 
     def __init__(self, chunks: list[Any], optimizer: Any, folder: str, slot: int):
         self._chunks, self._optimizer, self._folder, self._slot = chunks, optimizer, Path(folder), slot
         self._generation: int | None = None
-        self._before: tuple[list[Any], list[Any]] = ([], [])
+        self._before: tuple[list[Any], list[Any], int] = ([], [], -1)
 
     def after_step(self, result: Any) -> None:
         """Call it after every step."""
@@ -150,8 +150,9 @@ class GradientSaver:
 
         held = [part for part in parts.parts(self._chunks, self._optimizer) if hasattr(part.parameter, "main_grad")]
         index = [(*part.box, part.begin, part.end) for part in held]
-        known, parameters = self._before
-        if known == index and result.generation != self._generation:
+        known, parameters, iteration = self._before
+        went_back = known == index and result.iteration != iteration
+        if known == index and not went_back and result.generation != self._generation:
             spans = [(part.parameter, slice(part.first, part.first + part.end - part.begin)) for part in held]
             gradient = [_copy_to_cpu(parameter.main_grad.view(-1)[span]) for parameter, span in spans]
             path = self._folder / f"{result.iteration}.slot{self._slot}.pt"
@@ -159,8 +160,9 @@ class GradientSaver:
             data = {"index": index, "parameters": parameters, "gradient": gradient}
             torch.save(data, path.with_suffix(".new"))
             path.with_suffix(".new").replace(path)  # readers never see half a file
-        self._generation = result.generation
-        self._before = index, [_copy_to_cpu(part.tensors[parts.PARAMETER]) for part in held]
+        if not went_back:
+            self._generation = result.generation
+        self._before = index, [_copy_to_cpu(part.tensors[parts.PARAMETER]) for part in held], result.iteration + 1
 
 
 def _copy_to_cpu(tensor: Any) -> Any:

@@ -104,7 +104,7 @@ def real(sizes: Sizes, report: Report) -> None:
 
 
 def train(sizes: Sizes, total: int, mode: str) -> tuple[float, float, list[int]]:
-    """Return the seconds of an iteration before, and some iterations after one rank became slow; and its last shares."""
+    """Return the seconds of an iteration before and well after one rank became slow, and the last shares."""
     iterations = HEALTHY + SLOWED
     settings = {
         "TINY_SCRIPT": str(ROOT / "tests" / "support" / "tiny_plain.py"),

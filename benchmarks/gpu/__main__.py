@@ -5,7 +5,8 @@
 Without a card it is a dry run: the same programs with small models and gloo on the CPU. --nccl: a libnccl.so.2 of 2.30
 or later, which allows several ranks on one card. Each check is a process of its own with a time limit; a check that
 fails or hangs does not stop the others. FOLDER gets rows.jsonl, a JSON line for each row, and log.txt. Some checks run
-only with --only: the cost of a step, the templates and, with --nccl, the other way of NCCL.
+only with --only: silent faults, a busy neighbour, the cost of a step and of audits in it, the templates and, with
+--nccl, the other way of NCCL.
 """
 
 from __future__ import annotations
@@ -81,6 +82,9 @@ def checks_of(backend: str, suffix: str, environment: dict[str, str], named_only
         Check(f"layouts{suffix}", number, ("heal", backend, "layouts"), 150, environment, named_only),
         Check(f"sharded{suffix}", number, ("heal", backend, "sharded"), 120, environment, named_only),
         Check(f"agents{suffix}", number, ("agents", backend), 90, environment, named_only),
+        Check(f"flips{suffix}", number, ("flips", backend), 200, environment, True),
+        Check(f"neighbour{suffix}", number, ("neighbour", backend), 90, environment, True),
+        Check(f"audits{suffix}", number, ("audits", backend), 120, environment, True),
         Check(f"templates{suffix}", number, ("templates", backend), 170, environment, True),
     ]
 

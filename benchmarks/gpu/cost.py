@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.cost.turns import Blocks, Quiet, take_turns
+from benchmarks.cost.turns import HEALED, PLAIN, Blocks, Quiet, take_turns
 from benchmarks.gpu.rows import on_card, patience, row
 from tests.support import rank_harness
 
@@ -33,14 +33,14 @@ def measure(pairs: int) -> Blocks:
 
         settings = {**(LARGE if on_card() else SMALL), "TINY_SAVE": "0", "GPU_PLAIN": "1", "GPU_BACKEND": "nccl"}
         settings |= {"TINY_SCRIPT": str(SCRIPT), "TINY_ITERATIONS": str(3 + 2 * pairs)}
-        return take_turns(Path(folder), SCRIPT, 1, (pairs, 2, 3), settings, train_healed)
+        return take_turns(Path(folder), SCRIPT, 1, (pairs, 2, 3), settings, {HEALED: train_healed})
 
 
 def main() -> int:
     rank_harness.LIMIT = 80.0 * patience()
     with row("what a session costs a step, one rank") as saw:
         blocks = measure(12 if on_card() else 4)
-        ours, theirs = ([seconds for seconds, _ in blocks[kind]] for kind in ("healed", "plain"))
+        ours, theirs = ([block.wall for block in blocks[kind]] for kind in (HEALED, PLAIN))
         low, ratio, high = statistics.quantiles([a / b for a, b in zip(ours, theirs, strict=True)], n=4)
         more = 1e3 * statistics.median(a - b for a, b in zip(ours, theirs, strict=True))
         plain = 1e3 * statistics.median(theirs)

@@ -14,7 +14,7 @@ import os
 import time
 from typing import Any
 
-SLOT = os.environ.get("UNICRON_SLOT", "0")
+SLOT = os.environ.get("UNICRON_SLOT") or os.environ.get("COST_RANK", "0")
 if os.environ.get("GPU_APART") == "1":
     os.environ["NCCL_HOSTID"] = f"slot{SLOT}"
 

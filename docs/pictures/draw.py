@@ -1,7 +1,7 @@
 """Draws the pictures of the documents as SVG: `python docs/pictures/draw.py` writes them, `--check` compares them.
 
-Figures come from docs/leaderboard.json and docs/transition.json, terminal pictures from recorded output: `demo.ansi`
-and `status.ansi`.
+Figures come from docs/leaderboard.json and docs/transition.json, terminal pictures from recorded output, `*.ansi`;
+`stories.py` records those of docs/trusted.md.
 """
 
 from __future__ import annotations
@@ -412,6 +412,65 @@ def transition() -> Picture:
     return picture
 
 
+def soundness() -> Picture:
+    """What the commit of an iteration decides."""
+    picture = Picture(900, 350, "What the commit of an iteration decides, and what follows")
+    picture.card(20, 120, 170, 86, "iteration", ["forward, backward, reduce,", "norm of the gradient"], BLUE_FILL)
+    picture.card(
+        250,
+        104,
+        196,
+        118,
+        "commit",
+        ["losses and norms finite?", "within the band?", "audit: same gradient?", "compare: same state?"],
+        BLUE_FILL,
+    )
+    picture.arrow("M 190 163 L 248 163")
+    picture.card(
+        520,
+        16,
+        360,
+        70,
+        "step",
+        ["compared and audited: its state is verified, and its image", "and checkpoint are kept until the next one is"],
+        GREEN_FILL,
+    )
+    picture.arrow("M 400 104 L 400 50 L 518 50", mark="green")
+    picture.text(410, 42, "all is well", 11, GREEN)
+    picture.card(
+        520,
+        108,
+        360,
+        102,
+        "no step: others compute its micro-batches again",
+        [
+            "sound there: step; the first rank is suspected, its node left",
+            "not sound there either: the data or the model is at fault:",
+            "on_bad_batch ends the job, or leaves the micro-batch out",
+        ],
+        AMBER_FILL,
+    )
+    picture.arrow("M 446 160 L 518 160")
+    picture.text(452, 152, "not finite", 11, SOFT)
+    picture.card(
+        520,
+        234,
+        360,
+        100,
+        "no step: all go back to the last verified state",
+        [
+            "in their processes; what was kept since is set aside",
+            "most of three replicas agree: the other one's node is left",
+            "no majority: nobody is blamed",
+        ],
+        RED_FILL,
+    )
+    picture.arrow("M 400 222 L 400 284 L 518 284", mark="red")
+    picture.text(410, 276, "different", 11, RED)
+    picture.arrow("M 700 336 L 700 343 L 105 343 L 105 208", dashed=True)
+    return picture
+
+
 def _log(value: float) -> float:
     """The logarithm, rounded so that all platforms draw the same."""
     from math import log10
@@ -474,8 +533,11 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "node-life": node_life,
     "leaderboard": leaderboard,
     "transition": transition,
+    "soundness": soundness,
     "demo": lambda: terminal("demo", "make demo"),
     "status": lambda: terminal("status", "unicronctl top"),
+    "trusted-nan": lambda: terminal("trusted-nan", "a NaN in a gradient, once"),
+    "trusted-flip": lambda: terminal("trusted-flip", "a flipped bit in a weight"),
 }
 
 

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable
 
-from unicron_transition.iteration.shares import UNKNOWN, Measured, Shares, equal
+from unicron_transition.iteration.shares import UNKNOWN, Measurement, Shares, equal
 
 Draw = Callable[[int], float]
 
@@ -68,7 +68,7 @@ class Job:
     @property
     def shares(self) -> list[int]:
         """The shares of the coming iteration."""
-        self.decider.begin(self.generation, self.replicas)
+        self.decider.begin_iteration(self.generation, self.replicas)
         return list(self.decider.dealt(self.total)) or equal(self.total, self.replicas)
 
     @property
@@ -79,14 +79,14 @@ class Job:
     def run(self, iterations: int) -> None:
         """Train so many iterations."""
         for _ in range(iterations):
-            self.decider.begin(self.generation, self.replicas)
-            told = [self.decider.told(replica, self._measured(replica)) for replica in range(self.replicas)]
-            self.decider.heard([max(column) for column in zip(*told, strict=True)], self.total)
+            self.decider.begin_iteration(self.generation, self.replicas)
+            told = [self.decider.statement(replica, self._measured(replica)) for replica in range(self.replicas)]
+            self.decider.take_statements([max(column) for column in zip(*told, strict=True)], self.total)
             self.iteration += 1
 
-    def _measured(self, replica: int) -> Measured:
+    def _measured(self, replica: int) -> Measurement:
         seconds = self.usual * self.factors[replica] * self.draws[replica](self.iteration)
         if self.tokens is None:
-            return Measured(seconds, UNKNOWN)
+            return Measurement(seconds, UNKNOWN)
         count = self.tokens(self.rng)
-        return Measured(seconds if self.filled_up else seconds * count, count)
+        return Measurement(seconds if self.filled_up else seconds * count, count)

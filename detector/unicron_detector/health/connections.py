@@ -6,12 +6,10 @@ layout is in docs/behaviour/node-counters.md.
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
-import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 # linux/netlink.h, linux/sock_diag.h, linux/inet_diag.h
@@ -62,7 +60,7 @@ def read_connections() -> Iterator[Connection]:
                 pass
 
 
-def _messages(data: bytes, family: int) -> Iterator[Connection]:
+def _messages(data: bytes, family: int) -> Generator[Connection, None, bool]:
     """Yield the connections of one datagram. Returns whether more follow."""
     while len(data) >= _HEADER.size:
         size, kind, *_ = _HEADER.unpack_from(data)
@@ -137,14 +135,3 @@ class Losses:
         seconds = now - last_at
         worst = sorted((each for each in sums.items() if each[1][1]), key=lambda each: -each[1][1])[:MOST_PEERS]
         return {peer: PeerLoss(sent / seconds, lost / seconds) for peer, (sent, lost) in worst}
-
-
-def main() -> None:
-    """Print the connections, for a look at what a kernel says."""
-    with contextlib.suppress(BrokenPipeError):
-        for one in read_connections():
-            os.write(1, f"{one}\n".encode())
-
-
-if __name__ == "__main__":
-    main()

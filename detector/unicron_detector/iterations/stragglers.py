@@ -233,7 +233,8 @@ class Stragglers:
 
 def _heights(runs: Floats, quick: int) -> Floats:
     """Return the level that all iterations of each run exceeded, but for its `quick` lowest ones."""
-    return np.partition(runs, quick, axis=-1)[..., quick]
+    heights: Floats = np.partition(runs, quick, axis=-1)[..., quick]
+    return heights
 
 
 def _median_of_others(values: Floats) -> Floats:
@@ -243,4 +244,5 @@ def _median_of_others(values: Floats) -> Floats:
     ranks[order] = np.arange(len(values))
     ascending, left = values[order], len(values) - 1
     low, high = (left - 1) // 2, left // 2  # the middle ones once a value is taken out
-    return 0.5 * (ascending[low + (low >= ranks)] + ascending[high + (high >= ranks)])
+    middle: Floats = 0.5 * (ascending[low + (low >= ranks)] + ascending[high + (high >= ranks)])
+    return middle

@@ -25,14 +25,20 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 @pytest.mark.timeout(LIMIT + 20)
-def test_four_failures_are_detected_and_healed(result: dict) -> None:
+def test_five_failures_are_detected_and_healed(result: dict) -> None:
     ranks = [("rank", 2), ("rank", 2)]
-    assert [(f["kind"], f["severity"]) for f in result["failures"]] == [*ranks, ("node", 1), ("node", 1)]
+    assert [(f["kind"], f["severity"]) for f in result["failures"]] == [
+        *ranks,
+        ("node", 1),
+        ("node", 1),
+        ("flip", 1),
+    ]
     for failure in result["failures"]:
         assert failure["injected_at"] <= failure["detected_at"] <= failure["resumed_at"] <= failure["restored_at"]
         # Of 12 micro-batches: what survivors had is kept, only the lost rank's are computed by others.
         assert failure["recomputed_micro_batches"] <= failure["redistributed_micro_batches"] <= 6
     assert any(failure["reused_micro_batches"] for failure in result["failures"])
+    assert (result["failures"][-1]["cause"], result["failures"][-1]["job"]) == ("silent_corruption", "gpt-large")
     assert [join["job"] for join in result["joins"]] == ["gpt-small"]
 
 

@@ -1,10 +1,10 @@
 """Shares by measured speed: a slow replica gets fewer micro-batches, so that all are finished at the same time
 (docs/design/shares.md). Pure, and without torch.
 
-Each rank tells with its commit how long its replica takes for a round, and every rank hears the same numbers. From these
-alone all ranks compute the same shares, so no message deals them. Every number comes from exactly rounded operations
-(no `log`, and no `sum`, which later Pythons round otherwise), so that different machines agree, too. Ranks that do not
-agree all the same see that in the next commit, and deal equally from then on.
+Each rank tells with its commit how long its replica takes for a round, and every rank hears the same numbers. From
+these alone all ranks compute the same shares, so no message deals them. Every number comes from exactly rounded
+operations (no `log`, and no `sum`, which later Pythons round otherwise), so that different machines agree, too. Ranks
+that do not agree all the same see that in the next commit, and deal equally from then on.
 
 Times are seconds. A *round* is the micro-batches that the lanes of a replica compute at the same time. A *pace* is the
 time that a replica takes for a unit of work, over the usual one.
@@ -28,7 +28,7 @@ SETTING = "UNICRON_SHARES"
 UNKNOWN = -math.inf  # less than any number of a rank that knows it
 WARM_UP = 2  # iterations of a generation that are not measured: new ranks compile and allocate in them
 RECENT = 5  # iterations in each of which a replica must be slow, or fast again
-REMEMBERED = 25  # blocks of RECENT iterations, which show how much the times vary by themselves
+HISTORY = 25  # blocks of RECENT iterations, which show how much the times vary by themselves
 BLOCKS = (1, 2, 4, 8)  # in all of which it must be so: more where the times vary too much for fewer
 LEVELS = 3  # blocks before their variation is known
 LEAST_GAIN = 0.05  # of the iteration's time; a smaller one is not worth a change
@@ -39,7 +39,7 @@ NEARLY = 0.05  # a pace that differs less is the usual one
 
 
 class Mode(enum.StrEnum):
-    """How micro-batches are dealt."""
+    """The rule by which micro-batches are dealt."""
 
     SPEED = "speed"
     EQUAL = "equal"
@@ -54,21 +54,21 @@ def chosen_mode(environment: Mapping[str, str] = os.environ) -> Mode:
         raise ValueError(f"{SETTING}={text!r}: write {', '.join(Mode)}") from None
 
 
-class Measured(NamedTuple):
-    """What a rank measured in an iteration."""
+class Measurement(NamedTuple):
+    """The pace of a rank in an iteration."""
 
     seconds: float
-    """For a round of its replica."""
+    """The time for a round of its replica."""
     tokens: float = UNKNOWN
-    """Of a round, if the loss is per token and this rank knows them."""
+    """The tokens of a round, if the loss is per token and this rank knows them."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a replica takes for a share of rounds."""
+    """The time of a replica for a share of rounds."""
 
     stages: int = 1
-    """Of its pipeline: as many rounds less one go by until the last stage is busy."""
+    """Stages of its pipeline: as many rounds less one go by until the last stage is busy."""
     group: int = 1
     """Rounds that are computed together: a virtual pipeline fills its last group up."""
 
@@ -118,7 +118,7 @@ class Series:
 
     def __init__(self, replicas: int):
         self.recent: deque[list[float]] = deque(maxlen=RECENT)
-        self.blocks: deque[Block] = deque(maxlen=REMEMBERED)
+        self.blocks: deque[Block] = deque(maxlen=HISTORY)
         self.present = 0
         """Blocks with the present paces."""
         self._nothing = [0.0] * replicas
@@ -140,9 +140,9 @@ class Series:
             self._begin_block()
         return usual
 
-    def turn(self) -> None:
-        """Note that other paces are the present ones. What came before says no more how fast a replica is, but still how
-        much its times vary; except the block in which they changed."""
+    def begin_paces(self) -> None:
+        """Note that other paces are the present ones. What came before says no more how fast a replica is, but
+        still how much its times vary; except the block in which they changed."""
         self.recent.clear()
         if len(self.blocks) > 1:
             self.blocks.pop()
@@ -157,24 +157,28 @@ class Series:
         """Whether there is enough to compare."""
         return bool(self.blocks) and len(self.recent) == RECENT
 
-    def moved(self) -> bool:
-        """Whether some replica was slow, or fast, in each of the last iterations."""
-        columns = zip(*self.recent, strict=True)
-        return any(min(ratios) > 1.0 + NEARLY or max(ratios) < 1.0 - NEARLY for ratios in columns)
-
-    def last(self, blocks: int) -> list[tuple[float, ...]]:
-        """Return each replica's levels in the last blocks; of a single one its ratios in the last iterations."""
+    def outliers(self, blocks: int) -> dict[int, tuple[float, ...]]:
+        """Return the replicas that were slow, or fast, in all of the last blocks, with their levels. Of a single block
+        each of the last iterations counts."""
         rows = list(self.recent) if blocks == 1 else [each.levels for each in list(self.blocks)[-blocks:]]
-        return list(zip(*rows, strict=True))
+        columns = enumerate(zip(*rows, strict=True))
+        return {replica: of for replica, of in columns if min(of) > 1.0 + NEARLY or max(of) < 1.0 - NEARLY}
 
     def variances(self) -> list[float]:
         """Return the variance of each replica's ratio from one iteration to the next: a change of speed counts once."""
         count = 2 * RECENT * len(self.blocks)
         return [math.fsum(column) / count for column in zip(*(each.steps for each in self.blocks), strict=True)]
 
-    def drift(self, blocks: int) -> float:
-        """Return the standard deviation of a typical replica's levels before the last blocks: noise also comes in
-        runs. 0 until enough is known."""
+    def errors(self, blocks: int) -> list[float]:
+        """Return the standard error of each replica's levels: by the replica's own variance or the common one,
+        whichever is larger, and by the drift of levels before these blocks, since noise also comes in runs."""
+        variances, count = self.variances(), blocks * RECENT
+        common, drift = math.fsum(variances) / len(variances), self._drift(blocks)
+        return [max(math.sqrt(max(own, common) / count), drift) for own in variances]
+
+    def _drift(self, blocks: int) -> float:
+        """Return the standard deviation of a typical replica's levels before the last blocks. 0 until enough is
+        known."""
         past = list(self.blocks)[:-blocks]
         if len(past) < LEVELS:
             return 0.0
@@ -196,8 +200,8 @@ def _deviation(numbers: Sequence[float]) -> float:
 
 
 class Shares:
-    """The shares of all replicas in the present generation. In each iteration: :meth:`begin`, :meth:`dealt`, then
-    :meth:`told` and :meth:`heard` with the commit."""
+    """The shares of all replicas in the present generation. In each iteration: :meth:`begin_iteration`, :meth:`dealt`,
+    then :meth:`statement` and :meth:`take_statements` with the commit."""
 
     def __init__(self, mode: Mode = Mode.SPEED, lanes: int = 1, schedule: Schedule | None = None):
         self.mode, self._lanes, self._schedule = mode, lanes, schedule or Schedule()
@@ -215,7 +219,7 @@ class Shares:
         self.changes = 0
         """Changes of the shares in this generation."""
 
-    def begin(self, generation: int, replicas: int) -> None:
+    def begin_iteration(self, generation: int, replicas: int) -> None:
         """Begin an iteration. A new generation begins with equal shares, since its newcomers have heard nothing."""
         if self._at != (generation, replicas):
             self._at = generation, replicas
@@ -223,7 +227,7 @@ class Shares:
 
     @property
     def numbers(self) -> int:
-        """How many numbers each rank tells."""
+        """The count of numbers that each rank tells."""
         return 2 + 2 * self._at[1]
 
     @property
@@ -242,9 +246,9 @@ class Shares:
         return -(-total // self._lanes)
 
     # ------------------------------------------------------------ with the commit
-    def told(self, replica: int, measured: Measured | None) -> list[float]:
-        """Return what this rank tells: numbers whose maximum over all members :meth:`heard` gets. measured: nothing if
-        the iteration was disturbed, or the replica had no share."""
+    def statement(self, replica: int, measured: Measurement | None) -> list[float]:
+        """Return what this rank tells: numbers whose maximum over all members :meth:`take_statements` gets. measured:
+        nothing if the iteration was disturbed, or the replica had no share."""
         replicas = self._at[1]
         mark = float(self._mark) if self.mode is Mode.SPEED and not self._broken else -1.0
         numbers = [mark, -mark, *[UNKNOWN] * (2 * replicas)]
@@ -252,7 +256,7 @@ class Shares:
             numbers[2 + replica], numbers[2 + replicas + replica] = measured
         return numbers
 
-    def heard(self, numbers: Sequence[float], total: int) -> None:
+    def take_statements(self, numbers: Sequence[float], total: int) -> None:
         """Take in the maximum of what all members tell. total: micro-batches of the iteration."""
         replicas = self._at[1]
         if numbers[0] != -numbers[1] or numbers[0] < 0:  # not all by speed, or not all of one past
@@ -275,11 +279,13 @@ class Shares:
     def _worth_a_look(self) -> bool:
         """Whether a comparison with all that is remembered is worth its time."""
         both = [series for series in (self._rounds, self._tokens) if series.ready]
-        return bool(both) and (self._heard % RECENT == 0 or any(series.moved() for series in both))
+        return bool(both) and (self._heard % RECENT == 0 or any(series.outliers(1) for series in both))
 
     def _decide(self, rounds: int) -> None:
         series = self._steadier()
         sure, likely = self._compare(series)
+        if sure == self._paces:
+            return
         now, schedule = self._in_rounds(rounds), self._schedule
         before, after = (slowest(shares, sure, schedule) for shares in (now, best(rounds, sure, schedule)))
         least = LEAST_GAIN * (1.0 + CAUTION / (len(series.blocks) * RECENT))
@@ -287,8 +293,8 @@ class Shares:
             self._turn_to(likely, rounds)
 
     def _steadier(self) -> Series:
-        """Return the series that varies less. Where lengths vary, that is mostly the time for a token; but micro-batches
-        that are filled up to a length take the same time, however few of their tokens count."""
+        """Return the series that varies less. Where lengths vary, that is mostly the time for a token; but
+        micro-batches that are filled up to a length take the same time, however few of their tokens count."""
         if len(self._tokens.blocks) < len(self._rounds.blocks):
             return self._rounds
         return min(self._rounds, self._tokens, key=lambda series: math.fsum(series.variances()))
@@ -296,14 +302,11 @@ class Shares:
     def _compare(self, series: Series) -> tuple[list[float], list[float]]:
         """Return each replica's pace as far as it is sure, and its most likely one. One that may be usual again is."""
         furthest, sure, likely = [1.0] * len(self._paces), list(self._paces), list(self._paces)
-        variances = series.variances()
-        common = math.fsum(variances) / len(variances)
-        for blocks in BLOCKS:
-            if blocks > max(1, series.present):
-                break
-            drift, count = series.drift(blocks), blocks * RECENT
-            for replica, levels in enumerate(series.last(blocks)):
-                chance = ERRORS * max(math.sqrt(max(variances[replica], common) / count), drift)
+        for blocks in (each for each in BLOCKS if each <= max(1, series.present)):
+            moved = series.outliers(blocks)
+            errors = series.errors(blocks) if moved else []
+            for replica, levels in moved.items():
+                chance = ERRORS * errors[replica]
                 ratio = _sure(min(levels), max(levels), chance)
                 if abs(ratio - 1.0) > abs(furthest[replica] - 1.0):
                     pace, furthest[replica] = self._paces[replica] * median(levels), ratio
@@ -324,7 +327,7 @@ class Shares:
             return
         self.changes += 1
         for series in (self._rounds, self._tokens):
-            series.turn()
+            series.begin_paces()
 
 
 def _sure(least: float, most: float, chance: float) -> float:

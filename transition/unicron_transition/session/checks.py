@@ -273,6 +273,9 @@ class Checks:
             text = (
                 f"{slots(verdict.among)} got another sum of gradients at iteration {iteration} than what all have sent"
             )
+        what = "state of parameters and optimizer" if verdict.what == "state" else "gradient of one micro-batch"
+        if verdict.what == "sum":
+            text = f"{slots(verdict.among)} got another sum of gradients at iteration {iteration} than what all have sent"
         elif verdict.culprits:
             text = f"{slots(verdict.culprits)} had another {what} than the other replicas at iteration {iteration}"
         else:

@@ -11,7 +11,7 @@ import torch
 from unicron_transition.generations.layout import deal
 from unicron_transition.iteration.ledger import Ledger
 from unicron_transition.iteration.rank_log import inform
-from unicron_transition.iteration.shares import UNKNOWN, Measured, Schedule, Shares, chosen_mode
+from unicron_transition.iteration.shares import UNKNOWN, Measurement, Schedule, Shares, chosen_mode
 from unicron_transition.session.member import Member
 
 MOST_REPLICAS = 1024  # whose paces are told: those of 16,384 are 262 KB for each of 14 messages in every iteration
@@ -58,12 +58,12 @@ class Pacing:
         self._rounds = 0  # that it measures
         self._at = (-1, 0)  # generation and micro-batches of the last share by speed
 
-    def _begin(self) -> None:
-        self._shares.begin(self._member.generation, self._member.replicas)
+    def _begin_iteration(self) -> None:
+        self._shares.begin_iteration(self._member.generation, self._member.replicas)
 
     def deal(self, total: int) -> list[int]:
         """Return this rank's micro-batches of an iteration that no plan has dealt."""
-        self._begin()
+        self._begin_iteration()
         shares = self._shares.dealt(total)
         dealt = deal(total, self._member.replicas, self._member.replica, self._lanes, shares)
         self._at = (self._member.generation, len(dealt)) if shares else (-1, 0)
@@ -91,12 +91,16 @@ class Pacing:
         """Return what this rank tells with the commit: as many numbers in all members."""
         self._begin()
         if not self._tells:
+    def statement(self, ledger: Ledger) -> list[float]:
+        """Return what this rank tells with the commit: as many numbers in all members."""
+        self._begin_iteration()
+        if self._member.replicas < 2:
             return []
         watch, self._watch = self._watch, None
         measured = None
         if watch is not None and self._rounds:
-            measured = Measured(watch.seconds / self._schedule.rounds(self._rounds), self._tokens(ledger))
-        return self._shares.told(self._member.replica, measured)
+            measured = Measurement(watch.seconds / self._schedule.rounds(self._rounds), self._tokens(ledger))
+        return self._shares.statement(self._member.replica, measured)
 
     def _tokens(self, ledger: Ledger) -> float:
         """Return the tokens of a round, if the loss is per token and this rank knows them."""
@@ -105,13 +109,13 @@ class Pacing:
         rounds = -(-len(ledger.done) // self._lanes)
         return math.fsum(map(float, counts)) / rounds if counts and len(counts) == len(ledger.done) else UNKNOWN
 
-    def heard(self, numbers: tuple[float, ...], total: int) -> tuple[float, ...]:
+    def take_statements(self, numbers: tuple[float, ...], total: int) -> tuple[float, ...]:
         """Take in what all members have told, and return the rest of it. total: micro-batches of the iteration."""
         if not numbers or not self._tells:
             return numbers
         count = self._shares.numbers
         changes = self._shares.changes
-        self._shares.heard(numbers[:count], total)
+        self._shares.take_statements(numbers[:count], total)
         if self._shares.changes != changes and self._member.replica == 0 and self._is_head:
             inform(self._text(total))
         return numbers[count:]

@@ -43,6 +43,9 @@ class Session(Training):
         Seed of the training's random numbers; by default torch's own.
     clip_grad, scaler
         Largest norm of all gradients, and a `torch.amp.GradScaler`; for a module only.
+    on_bad_batch
+        What becomes of a micro-batch whose loss or gradient is not finite on two ranks: "end" ends the job with one
+        line that names it, "skip" makes the iteration of the others.
 
     Raises
     ------

@@ -368,7 +368,7 @@ class Training:
         if not self._committed and self._channel is not None:
             self._agree_to_step()
         elif not self._committed:
-            told = self._told()
+            told = self._statement()
             self._on_commit(self._exchange.commit(None, False, self._saving.wanted, False, self._trials.unsound, told))
         self._committed = True
         self._local.wait_copied()
@@ -383,7 +383,7 @@ class Training:
             unsound = self._trials.unsound
             if not unsound:  # otherwise no plan may step it
                 self._set_phase("synced")
-            saving, first, told = self._saving, self._gradients.first, self._told()
+            saving, first, told = self._saving, self._gradients.first, self._statement()
             result = self._exchange.commit(self._watch.offer, first, saving.wanted, saving.busy, unsound, told)
             self._agreed_offer, self._ordered_next = result.offer, result.first
         self._on_commit(result)
@@ -395,13 +395,13 @@ class Training:
             self._checks.forget()
             raise _Unsound
         ledger = self._at.ledger
-        if self._checks.hear(ledger.iteration, self._pacing.heard(result.told, ledger.total)):
+        if self._checks.hear(ledger.iteration, self._pacing.take_statements(result.told, ledger.total)):
             self._persistence.note_verified(ledger.iteration)
         self._saving.on_commit(result)
 
-    def _told(self) -> list[float]:
+    def _statement(self) -> list[float]:
         ledger = self._at.ledger
-        return [*self._pacing.told(ledger), *self._checks.told(ledger.iteration)] if self._exchange.tells() else []
+        return [*self._pacing.statement(ledger), *self._checks.told(ledger.iteration)] if self._exchange.tells() else []
 
     @contextlib.contextmanager
     def _recovering(self) -> Iterator[None]:

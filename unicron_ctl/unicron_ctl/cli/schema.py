@@ -22,7 +22,6 @@ SCHEMAS = {
     "events": f"{_ANSWERS}:Event",
     "logs": "unicron_ctl.cli.logs:LogLine",
     "explain": f"{_ANSWERS}:Explanation",
-    "explain node": f"{_ANSWERS}:NodeHistory",
     "pause": f"{_ANSWERS}:PauseState",
     "resume": f"{_ANSWERS}:PauseState",
     "classify": "unicron_ctl.cli.classify:TextVerdict",

@@ -14,7 +14,7 @@ from tests.support.paces import PACES, Job, noise
 from unicron_transition.iteration.shares import (
     UNKNOWN,
     WARM_UP,
-    Measured,
+    Measurement,
     Mode,
     Schedule,
     Shares,
@@ -37,9 +37,7 @@ def test_no_other_shares_are_ready_earlier(paces, more, schedule):
     rounds = len(paces) + more
     found = best(rounds, paces, schedule)
     assert sum(found) == rounds and min(found) >= 1
-    others = (
-        shares for shares in itertools.product(range(1, rounds + 1), repeat=len(paces)) if sum(shares) == rounds
-    )
+    others = (shares for shares in itertools.product(range(1, rounds + 1), repeat=len(paces)) if sum(shares) == rounds)
     assert slowest(found, paces, schedule) <= min(slowest(shares, paces, schedule) for shares in others)
 
 
@@ -124,7 +122,9 @@ def test_tokens_that_take_no_time_are_not_counted():
 
 
 def told_by(ranks: list[Shares], seconds: list[float]) -> list[float]:
-    told = [rank.told(place, Measured(time)) for place, (rank, time) in enumerate(zip(ranks, seconds, strict=True))]
+    told = [
+        rank.statement(place, Measurement(time)) for place, (rank, time) in enumerate(zip(ranks, seconds, strict=True))
+    ]
     return [max(column) for column in zip(*told, strict=True)]
 
 
@@ -133,22 +133,22 @@ def test_ranks_that_do_not_agree_deal_equally_from_then_on():
     for odd in ("setting", "past"):
         ranks = [Shares(Mode.EQUAL if odd == "setting" and place == 0 else Mode.SPEED) for place in range(3)]
         for rank in ranks:
-            rank.begin(1, 3)
+            rank.begin_iteration(1, 3)
         if odd == "past":
-            ranks[1].heard([0.0, 0.0, *[1.0] * 3, *[UNKNOWN] * 3], 12)
+            ranks[1].take_statements([0.0, 0.0, *[1.0] * 3, *[UNKNOWN] * 3], 12)
         for _ in range(20):
             numbers = told_by(ranks, [1.0, 1.0, 3.0])
             for rank in ranks:
-                rank.heard(numbers, 12)
+                rank.take_statements(numbers, 12)
         assert {rank.dealt(12) for rank in ranks} == {()}
 
 
 def test_an_iteration_that_some_replica_has_not_measured_counts_nothing():
     shares = Shares()
-    shares.begin(1, 2)
+    shares.begin_iteration(1, 2)
     for _ in range(40):
-        mark = shares.told(0, None)[:2]
-        shares.heard([*mark, 1.0, UNKNOWN, UNKNOWN, UNKNOWN], 8)
+        mark = shares.statement(0, None)[:2]
+        shares.take_statements([*mark, 1.0, UNKNOWN, UNKNOWN, UNKNOWN], 8)
     assert shares.dealt(8) == ()
 
 
@@ -176,7 +176,7 @@ def test_another_setting_is_refused():
 
 def test_a_number_that_is_none_is_not_believed():
     shares = Shares()
-    shares.begin(1, 2)
+    shares.begin_iteration(1, 2)
     for bad in (math.inf, 0.0, math.nan):
-        shares.heard([*shares.told(0, None)[:2], bad, 1.0, UNKNOWN, UNKNOWN], 8)
+        shares.take_statements([*shares.statement(0, None)[:2], bad, 1.0, UNKNOWN, UNKNOWN], 8)
     assert shares.dealt(8) == ()

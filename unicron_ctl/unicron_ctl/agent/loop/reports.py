@@ -223,5 +223,5 @@ class Reports:
         if sample is not None:
             ranks = self._vitals.sample(self._ranks.values(), now) if sample.whole else {}
             message = wire.Metrics(*self._me, host=sample.host, node=sample.node, ranks=ranks, whole=sample.whole)
-            message.symptoms, message.losses, message.addresses = sample.symptoms, sample.losses, sample.addresses
+            message.symptoms, message.losses, message.addresses = sample.symptoms, {**sample.losses}, sample.addresses
             self._send(message)

@@ -147,6 +147,7 @@ def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
         set_aside=state.set_aside,
         waits=state.waits or _why_not_formed(core, view),
         nan_since=state.nan_since if state.nan_since >= 0 else None,
+        unsound_until=state.unsound.until if state.unsound is not None and not state.ended else None,
         goodput=state.goodput,
         trained_seconds=state.trained_seconds,
         lost_seconds=state.all_lost_seconds,

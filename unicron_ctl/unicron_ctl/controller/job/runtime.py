@@ -122,7 +122,7 @@ class JobRuntime:
             recovery = account.iteration <= self.disturbed_until or bool(account.unreported)
             if not finite:
                 unsound += account.seconds
-            elif account.computed > account.total and not recovery:  # it was no step at first
+            elif not recovery and account.iteration in noted_iterations(state):  # it was no step at first
                 unsound += max(0.0, account.seconds - (state.seconds or account.seconds))
             status = next((job.status(slot) for slot in message.slots), None)
             step = records.Step(
@@ -168,6 +168,12 @@ class JobRuntime:
         if count <= TIMINGS_KEPT:
             out.record(job, records.Timing(slot=message.slot, seconds=message.seconds), message.generation)
         return out
+
+
+def noted_iterations(job: JobState) -> set[int]:
+    """Return the iterations of which ranks have noted that something in them was not sound."""
+    found = (failure.record for failure in job.failures)
+    return {record.iteration for record in found if record.noted is not None and record.iteration is not None}
 
 
 def ready_ranks(job: JobState, agent: AgentView, slots: Iterable[int]) -> Outcome:

@@ -18,8 +18,8 @@ from unicron_ctl.controller.model.job_state import (
     JobState,
     Phase,
     SlotState,
-    Unsound,
     Swap,
+    Unsound,
 )
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.log.records import Event

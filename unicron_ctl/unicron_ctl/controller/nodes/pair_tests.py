@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from unicron_ctl.controller.model.cluster_state import PairResults
 from unicron_ctl.controller.model.requests import TestPairs
@@ -28,6 +29,7 @@ LOST_SECONDS = 3600.0  # node-seconds that the next job loses by a node that sho
 WAITED_FOR = 10.0  # times that a node-second costs more while somebody waits for nodes
 PARTNERS = 3  # the node's own, and a pair that can testify if the first test fails
 AGAIN_SECONDS = 3600.0  # after a test that settled nothing
+VERDICTS: dict[str, Literal["good", "warning", "bad"]] = {"good": "good", "slow": "warning", "bad": "bad"}
 FAILURE, ODD = "failure", "odd"  # kinds of evidence, in the order of risk
 
 
@@ -157,8 +159,7 @@ def on_findings(
         request.node, state, evidence, list(request.partners), alike=kind, seconds=seconds, reason=reason
     )
     out.records.append((job, 0, record))
-    verdict = {"good": "good", "slow": "warning", "bad": "bad"}.get(state)
-    if verdict is not None:
+    if (verdict := VERDICTS.get(state)) is not None:
         report = readmission.Report(
             node=request.node, source="pair-test", verdict=verdict, reason=why, at=view.now, drain=state == "bad"
         )

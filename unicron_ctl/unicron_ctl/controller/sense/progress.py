@@ -133,7 +133,7 @@ def check_blocked(view: View, job: JobView, progress: ProgressWatch) -> Outcome:
 
 
 def _share(job: JobView, place: int, replica: list[int], iteration: int) -> int:
-    """Return how many micro-batches of the iteration the replica has: by the plan, by its speed, or by an equal deal."""
+    """Return how many micro-batches the replica has of that iteration: by the plan, by its speed, or as all others."""
     head = replica[0]
     plan, status = job.state.plan, job.status(head)
     if plan is not None and plan.iteration == iteration and head in plan.assignment:

@@ -106,5 +106,6 @@ def play(stage: Stage, console: Console, json_path: Path | None) -> None:
 EXPLANATION = """
 What you saw: when a rank or a node died, the others kept what they had computed of the same iteration, shared the lost
 micro-batches among them, and stepped as if nothing had happened. Slurm meanwhile started the lost element again, on the
-spare node, or on a node that the planner took from the job where it counted less. `unicronctl status`, `events` and
-`explain JOB` tell the same of your own jobs; docs/user-guide.md says how to run them."""
+spare node, or on a node that the planner took from the job where it counted less. When a bit flipped, the ranks found
+it by comparing, and went back to the last state that was found sound. `unicronctl status`, `events` and `explain JOB`
+tell the same of your own jobs; docs/user-guide.md says how to run them."""

@@ -1,1 +1,1 @@
-"""`unicronctl demo`: two GPT jobs on a private Slurm, broken in four ways and healed; see `demo.story`."""
+"""`unicronctl demo`: two GPT jobs on a private Slurm, broken in five ways and healed; see `demo.story`."""

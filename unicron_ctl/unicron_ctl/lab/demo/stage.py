@@ -35,6 +35,7 @@ MODEL_OPTIONS = tuple(MODEL.split())
 # The jobs sleep within a micro-batch: ranks that always computed would leave no core to ranks that start.
 MICRO_BATCH_SECONDS = 0.25
 REFERENCE_SECONDS = 0.03  # of the reference runs, about as long as the computation
+COMPARE = 4  # iterations between two comparisons of the ranks' weights, since a demo's iterations are few
 TRAIN_ITERATIONS = 5000  # for the learning-rate schedule; the demo ends the jobs when its story is over
 MODULES = sorted(("megatron", "numpy", "torch", *WHEELS))
 FRESH_SECONDS = 0.25
@@ -178,7 +179,7 @@ class Stage:
         ]
         path = protection.search_path(self.python.parent)
         environment = os.environ | self.cluster.env() | {"PATH": path, "UNICRON_TEMPLATES": str(TEMPLATES)}
-        environment["UNICRON_RANKS_PER_NODE"] = str(job.ranks_per_node)
+        environment |= {"UNICRON_RANKS_PER_NODE": str(job.ranks_per_node), "UNICRON_COMPARE": str(COMPARE)}
         environment.pop("UNICRON_CONTROLLER", None)
         done = subprocess.run(
             command, cwd=work, env=environment, capture_output=True, text=True, timeout=20, check=False
@@ -267,6 +268,13 @@ class Stage:
         """Kill every process of the node at once, slurmd too. Return the time."""
         now = time.time()
         self.cluster.power_off(node)
+        return now
+
+    def inject(self, name: str, fault: str, slot: int) -> float:
+        """Let a fault strike in a rank of the job, as `unicronctl inject` does. Return the time."""
+        now = time.time()
+        order = {"kind": "inject", "job": self.ids[name], "fault": fault, "slot": slot}
+        ask_controller(order, address=self.address, timeout=ANSWER_SECONDS)
         return now
 
     def metrics(self, name: str) -> Path:

@@ -1,4 +1,4 @@
-"""The demo's four chapters. Each begins when the failure of the one before is healed."""
+"""The demo's five chapters. Each begins when the failure of the one before is healed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ HEAL_SECONDS = 150.0
 FINISH_SECONDS = 400.0
 FIRST_ITERATION = 3  # nothing is broken before the jobs have warmed up
 POLL_SECONDS = 0.25
+FLIP = "flip:weight:22"  # the highest bit of a mantissa: the number stays an ordinary one
 
 
 @dataclass
@@ -49,8 +50,9 @@ class Story:
             self.stage.start_reference(job)
         self._ranks_die(large, small)
         lost = self._node_dies_with_spare(large)
-        self._node_dies_without_spare(large, small)
-        self._node_returns(lost, small)
+        second = self._node_dies_without_spare(large, small)
+        self._nodes_return([lost, second], small)
+        self._bit_flips(large)
         self.add_line("all is healed: both jobs are asked to end")
         for job in self.stage.jobs:
             self.stage.finish(job)
@@ -97,7 +99,7 @@ class Story:
         self._await_healing(lambda: self._at(job, job.elements), f"{job.name} did not get the spare node")
         return node
 
-    def _node_dies_without_spare(self, large: DemoJob, small: DemoJob) -> None:
+    def _node_dies_without_spare(self, large: DemoJob, small: DemoJob) -> str:
         node = self.stage.node_of(large.name, 0)
         when = self.stage.power_off(node)
         self._add_injury(
@@ -110,12 +112,25 @@ class Story:
             lambda: self._at(large, large.elements) and self._at(small, small.elements - 1),
             f"no node moved from {small.name} to {large.name}",
         )
+        return node
 
-    def _node_returns(self, node: str, small: DemoJob) -> None:
+    def _nodes_return(self, nodes: list[str], small: DemoJob) -> None:
         when = time.time()
-        self.stage.cluster.power_on(node)
-        self._add_injury("join", small, f"{node} comes back repaired", when)
-        self._await_healing(lambda: self._at(small, small.elements), f"{node} was not given to {small.name}")
+        for node in nodes:
+            self.stage.cluster.power_on(node)
+        both = " and ".join(nodes)
+        self._add_injury("join", small, f"{both} come back repaired, one of them as a spare", when)
+        self._await_healing(lambda: self._at(small, small.elements), f"{both}: none was given to {small.name}")
+
+    def _bit_flips(self, job: DemoJob) -> None:
+        """Flip a bit in a weight of one rank, which raises nothing. It is healed when all train from a sound state."""
+        slot, generation = job.elements - 1, self.stage.known_job(job.name).generation
+        when = self.stage.inject(job.name, FLIP, slot)
+        self._add_injury("flip", job, f"unicronctl inject --job {self.stage.ids[job.name]} --slot {slot} {FLIP}", when)
+        self._await_healing(
+            lambda: self.stage.known_job(job.name).generation > generation and self._at(job, job.elements),
+            f"{job.name} did not go back to a sound state with all its nodes",
+        )
 
     # ------------------------------------------------------------ helpers
     def _at(self, job: DemoJob, nodes: int, iteration: int = 0) -> bool:

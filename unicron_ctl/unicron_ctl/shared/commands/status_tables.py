@@ -185,6 +185,7 @@ def job_notes(job: Job) -> list[str]:
         goodput(job),
         *_rank_notes(job),
         not_finite(job),
+        made_again(job),
         _slow(job) if not job.ended else "",
         f"last failure: {failure_text(job.last_failure)}" if job.last_failure else "",
     ]
@@ -254,6 +255,13 @@ def blocks(job: JobBase) -> str:
 def not_finite(job: JobBase) -> str:
     """Return the iteration since which the loss is NaN; "" while it is a number."""
     return f"loss is nan since iteration {job.nan_since}" if job.nan_since is not None else ""
+
+
+def made_again(job: JobBase) -> str:
+    """Return up to which iteration the job goes once more; "" if it does not."""
+    if job.unsound_until is None:
+        return ""
+    return f"has gone back to a sound state: iterations up to {job.unsound_until} are made again"
 
 
 def _slow(job: Job) -> str:
@@ -430,6 +438,8 @@ def obstacles(data: Explanation) -> list[str]:
     lines = []
     if loss := not_finite(data):
         lines.append(f"{loss}: the training goes on, and its snapshots and checkpoints have the same loss")
+    if again := made_again(data):
+        lines.append(again)
     for what, by_reason in (("started cold", data.cold), ("keeps no state in memory", data.forgets)):
         for reason, slots in by_reason.items():
             lines.append(f"{what}: slot{'s' if len(slots) > 1 else ''} {_few(slots)}: {reason}")

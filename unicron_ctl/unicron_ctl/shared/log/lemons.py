@@ -11,7 +11,7 @@ from unicron_ctl.shared.log.records import Event
 from unicron_ctl.shared.log.thinning import DAY, LONG
 from unicron_ctl.shared.protocol.answer_schema import NodeHistory, NodeMark
 
-WEIGHTS = {
+WEIGHTS: dict[type[records.Record], float] = {
     records.NodeLost: 2.0,
     records.NodeIsolated: 2.0,
     records.FailureDetected: 2.0,  # of the hardware

@@ -175,6 +175,8 @@ class JobBase(msgspec.Struct, kw_only=True):
     """Why the job cannot go on at present, or empty."""
     nan_since: Annotated[int | None, OWNER] = None
     """The first of the latest iterations without a finite loss; null while the loss is finite."""
+    unsound_until: Annotated[int | None, OWNER] = None
+    """The job makes iterations up to this one again, because their state was found to be wrong; null otherwise."""
     goodput: float | None = None
     """`trained_seconds` / (`trained_seconds` + `lost_seconds`); null before the first step."""
     trained_seconds: float = 0.0

@@ -113,7 +113,7 @@ Rates = Annotated[dict[Element, Annotated[float, Meta(ge=0.0, le=MOST_VALUE)]], 
 Durations = Annotated[dict[Kind, Seconds], Meta(max_length=KINDS)]
 # address -> segments sent, and lost, a second
 Losses = Annotated[dict[Kind, tuple[Value, Value]], Meta(max_length=MOST_PEERS)]
-Addresses = Annotated[list[Kind], Meta(max_length=MOST_ADDRESSES)]
+OwnAddresses = Annotated[list[Kind], Meta(max_length=MOST_ADDRESSES)]  # of one node
 Words = Annotated[list[Kind], Meta(max_length=MOST_TARGETS)]
 Addresses = Annotated[list[NoName], Meta(max_length=MOST_TARGETS)]
 Layouts = Annotated[list[Kind], Meta(max_length=MOST_LAYOUTS)]

@@ -277,7 +277,7 @@ class Metrics(Message, tag="metrics"):
     """Symptom -> value (:mod:`unicron_detector.health.symptoms`); none of those that were not looked for."""
     losses: ranges.Losses = {}
     """Peers to which packets were lost."""
-    addresses: ranges.Addresses = []
+    addresses: ranges.OwnAddresses = []
     """The node's own, by which others name it in their `losses`."""
 
 

@@ -1,0 +1,130 @@
+"""Records what `unicronctl` says of wrong numbers, for docs/trusted.md: `python -m docs.pictures.stories [STORY]...`
+
+Real ranks, agents and a controller, without Slurm. Each story is a job of three ranks in which one fault is injected;
+its ranks share this machine's cores. `draw.py` makes the pictures of what is recorded here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.jobs import World
+
+HERE = Path(__file__).resolve().parent
+COLUMNS, ROWS = 118, 60
+JOB, SLOT, LIMIT = "7", 1, 240.0
+FIRST = 20  # iteration from which on the fault may strike: the norms of a band are known by then
+COMPARE, MORE = 12, 30
+SCRIPT = """
+import os, time, torch, unicron
+unicron.init_process_group("gloo")
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+
+def fetch(iteration, index):
+    return torch.rand(16, 32, generator=torch.Generator().manual_seed(64 * iteration + index))
+
+def forward_step(data, model):
+    time.sleep(0.05)
+    return torch.nn.functional.mse_loss(model(data), data.sum(dim=1, keepdim=True).sin())
+
+session = unicron.Session(
+    model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.003), micro_batches=9,
+    forward_step=forward_step, fetch=fetch, train_iterations=5000,
+    checkpoints=unicron.Checkpoints(os.environ["STORY_FOLDER"], interval=10),
+)
+for step in session:
+    pass
+"""
+
+
+class Story:
+    """A job in which a fault strikes, and what is shown of it."""
+
+    def __init__(self, folder: Path):
+        script = folder / "train.py"
+        script.write_text(SCRIPT)
+        settings = {"UNICRON_COMPARE": str(COMPARE), "UNICRON_AUDIT": "256", "STORY_FOLDER": str(folder / "saved")}
+        settings |= {"UNICRON_MODE": "session", "SLURM_JOB_NAME": "gpt"}
+        self.job = World(folder, 3, "allow_inject = true", [sys.executable, str(script)], **settings)
+        self.lines: list[str] = []
+
+    def show(self, *words: str) -> None:
+        """Record a command as a terminal shows it."""
+        self.lines += [f"\x1b[1m$ unicronctl {' '.join(words)}\x1b[0m", *told(self.job.address, *words), ""]
+
+    def strike(self, fault: str) -> int:
+        """Let a fault strike in a rank of the trained job, and wait until it is found. Return the iteration before."""
+        self.job.wait(lambda: self.job.trains([0, 1, 2], FIRST), f"{FIRST} iterations", LIMIT)
+        self.show("inject", "--job", JOB, "--slot", str(SLOT), fault)
+        before = int(self.job.job()["iteration"])
+        self.job.wait(self.job.failures, f"{fault} is found", LIMIT)
+        return before
+
+    def go_on(self, iteration: int) -> None:
+        """Wait until the job has come to an iteration."""
+        self.job.wait(lambda: self.job.job()["iteration"] >= iteration, f"iteration {iteration}", LIMIT)
+
+
+def told(address: str, *words: str) -> list[str]:
+    """Return what a command of unicronctl prints on a terminal."""
+    mine, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    environment = os.environ | {"UNICRON_CONTROLLER": address, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS)}
+    command = [str(Path(sys.executable).with_name("unicronctl")), *words]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=its, stderr=its, env=environment) as process:
+        os.close(its)
+        text = b""
+        try:
+            while piece := os.read(mine, 4096):
+                text += piece
+        except OSError:  # Linux says so at the end of a terminal
+            pass
+        os.close(mine)
+    assert process.returncode == 0, text.decode(errors="replace")
+    plain = re.sub(r"\x1b\[\?[0-9]+[hl]", "", text.decode())
+    return plain.replace("\r", "").rstrip("\n").split("\n")
+
+
+def nan(story: Story) -> None:
+    """A rank's gradient has a NaN, once."""
+    story.go_on(story.strike("nan:gradient") + MORE)
+    story.show("explain", JOB)
+
+
+def flip(story: Story) -> None:
+    """A bit flips in a weight, and the rank trains on."""
+    story.go_on(story.strike("flip:weight:22") + MORE)
+    story.show("explain", JOB)
+
+
+STORIES: dict[str, Callable[[Story], None]] = {"nan": nan, "flip": flip}
+
+
+def main(names: list[str]) -> None:
+    for name in names or STORIES:
+        with tempfile.TemporaryDirectory(prefix="unicron-story-") as folder:
+            story = Story(Path(folder))
+            try:
+                STORIES[name](story)
+                print("\n".join(story.lines))
+            except BaseException:
+                print(story.job.told(), file=sys.stderr)
+                raise
+            finally:
+                story.job.close()
+        (HERE / f"trusted-{name}.ansi").write_text("\n".join(story.lines))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
