@@ -87,14 +87,10 @@ class Pacing:
     def _tells(self) -> bool:
         return 1 < self._member.replicas <= MOST_REPLICAS
 
-    def told(self, ledger: Ledger) -> list[float]:
-        """Return what this rank tells with the commit: as many numbers in all members."""
-        self._begin()
-        if not self._tells:
     def statement(self, ledger: Ledger) -> list[float]:
         """Return what this rank tells with the commit: as many numbers in all members."""
         self._begin_iteration()
-        if self._member.replicas < 2:
+        if not self._tells:
             return []
         watch, self._watch = self._watch, None
         measured = None

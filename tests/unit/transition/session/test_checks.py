@@ -9,16 +9,29 @@ import torch
 
 from unicron_transition.iteration import audits
 from unicron_transition.iteration.audits import Digest, Weights
-from unicron_transition.session.checks import AuditAgain, Checks
+from unicron_transition.session.checks import NEVER, AuditAgain, Checks
+
+
+def checks_of(audit: int, compare: int, total: int, replicas: int) -> Checks:
+    """Checks of a rank whose generation begins."""
+    member = SimpleNamespace(replicas=replicas, generation=1)
+    checks = Checks(member, SimpleNamespace(weigh=None), None, lambda: True, (audit, compare))  # type: ignore[arg-type]
+    checks.begin_iteration(total)
+    return checks
+
+
+def agree(*ranks: Checks) -> None:
+    """Let all ranks hear what they tell at the start of a generation."""
+    told = [max(row) for row in zip(*(each.told(0) for each in ranks), strict=True)]
+    for each in ranks:
+        each.hear(0, told)
 
 
 def begun(audit: int, compare: int, total: int, replicas: int) -> Checks:
     """Checks of a generation whose members have agreed, and whose gradients repeat bit by bit."""
-    member = SimpleNamespace(replicas=replicas, generation=1)
-    checks = Checks(member, SimpleNamespace(weigh=None), None, lambda: True, (audit, compare))  # type: ignore[arg-type]
-    checks.begin_iteration(total)
+    checks = checks_of(audit, compare, total, replicas)
     checks._tolerance = 0.0
-    checks.hear(0, [float(audit), float(compare), 0.0])
+    agree(checks)
     return checks
 
 
@@ -57,3 +70,22 @@ def test_a_sum_that_was_wrong_once_is_summed_again_and_told():
     assert published == ["running"] and member.note.culprit is None
     assert member.note.text.startswith("slots 0-1 got another sum of gradients at iteration 3"), member.note.text
     assert member.note.text.endswith("and the right one when all summed again")
+
+
+def test_who_starts_again_is_measured_by_what_the_others_know():
+    """Otherwise its error would count as noise from then on."""
+    first, second, restarted = (checks_of(1, 1, 3, 3) for _ in range(3))
+    first._tolerance = second._tolerance = 1e-7
+    agree(first, second, restarted)
+    assert [each._tolerance for each in (first, second, restarted)] == [1e-7] * 3
+    assert not restarted._calibrating and not first._calibrating
+
+
+def test_what_nobody_knows_or_could_not_be_measured_is_measured_again_when_a_rank_comes():
+    first, second = checks_of(1, 1, 2, 2), checks_of(1, 1, 2, 2)
+    agree(first, second)
+    assert first._calibrating and second._calibrating
+    first._tolerance, first.wanted = NEVER, (0, 1)
+    first.member.generation = second.member.generation = 2
+    agree(first, second)
+    assert first._calibrating and second._calibrating and first.audits(1)
