@@ -276,15 +276,10 @@ class Checks:
             found = [slot for one in replicas for slot in member.members[one * size : (one + 1) * size]]
             return number_spans("slot", found)
 
-        what = "state" if verdict.what == "state" else "gradient of one micro-batch"
+        what = "state of parameters and optimizer" if verdict.what == "state" else "gradient of one micro-batch"
         if verdict.what == "number":
             text = f"parameters are not finite on {slots(verdict.among)} at iteration {iteration}"
         elif verdict.what == "sum":
-            text = (
-                f"{slots(verdict.among)} got another sum of gradients at iteration {iteration} than what all have sent"
-            )
-        what = "state of parameters and optimizer" if verdict.what == "state" else "gradient of one micro-batch"
-        if verdict.what == "sum":
             text = (
                 f"{slots(verdict.among)} got another sum of gradients at iteration {iteration} than what all have sent"
             )
