@@ -122,10 +122,14 @@ class Trial:
         self.faulty |= again
         return again
 
+    def repeats(self, norm: float) -> bool:
+        """Whether a sound try with this norm has the gradient that was no step: then it was right."""
+        return math.isfinite(self.norm) and norm > self.norm / 2
+
     def culprits(self, norm: float) -> dict[int, int]:
         """Return index -> replica of what was unsound there and is sound elsewhere, after a sound try with this norm.
         None if the gradient is as large as before: then it is right."""
-        if math.isfinite(self.norm) and norm > self.norm / 2:
+        if self.repeats(norm):
             return {}
         return {index: replica for index, replica in self.suspects.items() if index not in self.faulty}
 

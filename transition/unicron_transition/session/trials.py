@@ -179,6 +179,12 @@ class Trials:
         innocent = [slot for slot in members if members.index(slot) // size not in culprits.values()]
         if self._member.slot != min(innocent or members):
             return
+        if not culprits and not trial.faulty and not trial.repeats(self._norm):
+            text = (
+                f"the sum of the gradients of iteration {ledger.iteration} was not sound, and it was when summed "
+                "again: what each rank had computed is not at fault, so check the links between the nodes"
+            )
+            self._report("SilentCorruption", text, ledger.iteration)
         for replica in sorted(set(culprits.values())):
             indices = [index for index, of in culprits.items() if of == replica]
             slots = members[replica * size : (replica + 1) * size]
@@ -188,7 +194,7 @@ class Trials:
             )
             self._report("UnsoundRank", text, ledger.iteration, indices[0], slots[0])
 
-    def _report(self, kind: str, text: str, iteration: int, index: int, slot: int | None = None) -> None:
-        warn(text if slot is not None else f"micro-batch {index} of iteration {iteration}: {text}")
+    def _report(self, kind: str, text: str, iteration: int, index: int | None = None, slot: int | None = None) -> None:
+        warn(text if slot is not None or index is None else f"micro-batch {index} of iteration {iteration}: {text}")
         self._member.note = Fault(kind, text, time.time(), iteration=iteration, micro_batch=index, culprit=slot)
         self._member.publish("running")
