@@ -401,11 +401,9 @@ class Training:
 
     def _statement(self) -> list[float]:
         ledger = self._at.ledger
-        return (
-            [*self._pacing.statement(ledger), *self._checks.statement(ledger.iteration)]
-            if self._exchange.tells()
-            else []
-        )
+        if not self._exchange.tells():
+            return []
+        return [*self._pacing.statement(ledger), *self._checks.statement(ledger.iteration)]
 
     @contextlib.contextmanager
     def _recovering(self) -> Iterator[None]:
