@@ -219,9 +219,7 @@ class PeerWatch:
         self.threshold, self.rounds, self.minima = threshold, rounds, minima
         self._streaks: dict[str, int] = {}
 
-    def judge(
-        self, values: Mapping[str, Mapping[str, float]], fresh: Collection[str] | None = None
-    ) -> list[Anomaly]:
+    def judge(self, values: Mapping[str, Mapping[str, float]], fresh: Collection[str] | None = None) -> list[Anomaly]:
         """Judge one round, peer -> metric -> value; return the peers that stood out for ``rounds`` rounds, worst
         first. fresh: the peers of which there is news, if not of all; the others' rounds do not count."""
         scores = robust_scores(values, self.minima)

@@ -158,8 +158,8 @@ def differing_states(rounds: Sequence[Told]) -> Verdict | None:
 def wrong_sum(told: Told, precision: float, parts: bool) -> set[int]:
     """Return the replicas in which the reduce has left something else than the sum of what all have sent; all of them
     if the `parts` of the sum are in different replicas. precision: of the gradients' format."""
-    if not told.sums:
-        return set()
+    if not all(math.isfinite(each.norm) for each in told.sums.values()):
+        return set()  # a gradient scaler skips such a step, else it is none
     sent = math.fsum(each.before for each in told.sums.values())
     most = ROUNDING * precision * math.fsum(each.norm for each in told.sums.values())
     if parts:

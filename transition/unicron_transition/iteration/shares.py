@@ -122,7 +122,8 @@ class Series:
         self.present = 0
         """Blocks with the present paces."""
         self._nothing = [0.0] * replicas
-        self._begin_block()
+        self._open = 0
+        self._sums, self._steps = self._nothing, self._nothing
 
     def add(self, times: Sequence[float], paces: Sequence[float]) -> float:
         """Add an iteration, and return the usual time in it."""

@@ -134,3 +134,8 @@ def test_a_sum_is_what_all_have_sent(after, parts, wrong):
     told = Told({}, {}, {}, {0: Weights(1.0, 5.0, after[0]), 1: Weights(2.0, 4.0, after[1])})
     assert wrong_sum(told, 2.0**-23, parts) == wrong
     assert wrong_sum(Told({}, {}, {}), 2.0**-23, parts) == set()
+
+
+def test_a_sum_of_an_overflow_is_left_to_the_scaler():
+    overflow = Weights(math.inf, math.inf, math.inf)
+    assert wrong_sum(Told({}, {}, {}, {0: overflow, 1: Weights(1.0, 1.0, math.inf)}), 2.0**-23, False) == set()
