@@ -178,7 +178,9 @@ class Campaign:
         self.ask(fault.order, fault.slot)
         self.wait(lambda: len(self.lines.strikes[fault.slot]) > struck, f"{fault} strikes")
         text, outcome.struck = self.lines.strikes[fault.slot][struck]
-        outcome.before, outcome.after = map(float, STRIKE.search(text).groups())  # type: ignore[union-attr]
+        numbers = STRIKE.search(text)
+        assert numbers is not None, text
+        outcome.before, outcome.after = map(float, numbers.groups())
         if fault.where == "memory":
             killed = self.lines.last_strike
             self.wait(lambda: min(self.lines.began.values()) > killed, "the killed ranks train again", 300.0)
