@@ -128,10 +128,12 @@ class Trial:
 
     def culprits(self, norm: float) -> dict[int, int]:
         """Return index -> replica of what was unsound there and is sound elsewhere, after a sound try with this norm.
-        None if the gradient is as large as before: then it is right."""
+        Nothing of a replica whose gradient had a faulty micro-batch in it, which explains the rest; and nothing at all
+        if the gradient is as large as before: then it is right."""
         if self.repeats(norm):
             return {}
-        return {index: replica for index, replica in self.suspects.items() if index not in self.faulty}
+        explained = {self.suspects[index] for index in self.faulty if index in self.suspects}
+        return {index: replica for index, replica in self.suspects.items() if replica not in explained}
 
 
 def deal_elsewhere(dropped: Mapping[int, int], replicas: int) -> dict[int, int]:

@@ -151,9 +151,11 @@ class Trials:
             name_micro_batch(error, ledger.iteration, first)
             raise error
         if self._member.replica == 0:
-            text = f"not finite {where}, so its data or the model is at fault: it is left out (on_bad_batch=skip)"
-            for index in sorted(faulty):
-                self._report("UnsoundMicroBatch", text, ledger.iteration, index)
+            text = (
+                f"{number_spans('micro-batch', faulty)} of iteration {ledger.iteration}: not finite {where}, so the "
+                "data or the model is at fault: left out (on_bad_batch=skip)"
+            )
+            self._report("UnsoundMicroBatch", text, ledger.iteration, first)
         own = deal(len(left), self._member.replicas, self._member.replica, self._member.layout.lanes)
         return Retry(True, [left[one] for one in own], ledger.skipped | faulty)
 
@@ -195,6 +197,6 @@ class Trials:
             self._report("UnsoundRank", text, ledger.iteration, indices[0], slots[0])
 
     def _report(self, kind: str, text: str, iteration: int, index: int | None = None, slot: int | None = None) -> None:
-        warn(text if slot is not None or index is None else f"micro-batch {index} of iteration {iteration}: {text}")
+        warn(text)
         self._member.note = Fault(kind, text, time.time(), iteration=iteration, micro_batch=index, culprit=slot)
         self._member.publish("running")

@@ -67,6 +67,13 @@ def test_what_is_unsound_in_two_replicas_is_at_fault_itself():
     assert trial.culprits(1.0) == {}
 
 
+def test_a_faulty_micro_batch_explains_the_gradient_that_it_was_in():
+    trial = Trial()
+    trial.judge(Marks({}, {0: 0, 3: 0, 1: 1}, [math.inf, 1.0]), 2)  # only the sum is known to be unsound
+    assert trial.judge(Marks({3: 1}, {0: 1, 3: 1, 1: 1}, [0.0, math.inf]), 2) == {3}
+    assert trial.culprits(1.0) == {}
+
+
 def test_the_same_replica_twice_proves_nothing_unless_it_is_alone():
     again = Marks({3: 0}, {3: 0}, [math.inf])
     for replicas, faulty in ((1, {3}), (2, set())):
