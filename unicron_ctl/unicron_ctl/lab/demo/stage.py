@@ -35,7 +35,8 @@ MODEL_OPTIONS = tuple(MODEL.split())
 # The jobs sleep within a micro-batch: ranks that always computed would leave no core to ranks that start.
 MICRO_BATCH_SECONDS = 0.25
 REFERENCE_SECONDS = 0.03  # of the reference runs, about as long as the computation
-COMPARE = 4  # iterations between two comparisons of the ranks' weights, since a demo's iterations are few
+# A demo has few iterations: one micro-batch in 12 is audited, which verifies a state some five iterations apart.
+CHECKS = {"UNICRON_AUDIT": "12", "UNICRON_COMPARE": "4"}
 TRAIN_ITERATIONS = 5000  # for the learning-rate schedule; the demo ends the jobs when its story is over
 MODULES = sorted(("megatron", "numpy", "torch", *WHEELS))
 FRESH_SECONDS = 0.25
@@ -179,7 +180,7 @@ class Stage:
         ]
         path = protection.search_path(self.python.parent)
         environment = os.environ | self.cluster.env() | {"PATH": path, "UNICRON_TEMPLATES": str(TEMPLATES)}
-        environment |= {"UNICRON_RANKS_PER_NODE": str(job.ranks_per_node), "UNICRON_COMPARE": str(COMPARE)}
+        environment |= {"UNICRON_RANKS_PER_NODE": str(job.ranks_per_node), **CHECKS}
         environment.pop("UNICRON_CONTROLLER", None)
         done = subprocess.run(
             command, cwd=work, env=environment, capture_output=True, text=True, timeout=20, check=False
