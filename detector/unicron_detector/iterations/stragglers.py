@@ -102,8 +102,8 @@ class Stragglers:
 
     def observe(self, row: Row, groups: Mapping[int, Hashable] | None = None) -> Culprit | None:
         """Add one iteration, slot -> phase -> seconds for equal work, and return ``current``. groups: slot -> ranks
-        with the same value are comparable. An iteration with other slots starts again, unless most of them stay: of many
-        ranks only some are compared at a time."""
+        with the same value are comparable. An iteration with other slots starts again, unless most of them stay:
+        of many ranks only some are compared at a time."""
         slots = tuple(sorted(row))
         if slots != self._slots and (groups or not self._go_on_with(slots)):
             self.clear()
