@@ -104,6 +104,20 @@ def test_a_lost_node_has_the_spare_before_a_slow_one():
     assert 1 in world.job().members and 4 in world.job().members
 
 
+def test_the_last_one_with_the_state_stays_until_a_spare_has_it_too():
+    """The other one was lost once the swap was planned: all spares would enter beside the slow one, and none was left
+    for its place."""
+    world, _ = started(nodes=4, wanted=2)
+    slow(world, 1)
+    world.run(0.5)
+    assert world.job().swap is not None
+    power_off(world, "n1")
+    for _ in range(8):
+        world.run(3.0)
+        boundary(world, 1.0)
+    assert sorted(world.job().members) == [2, 3] and asked(world.slurm, "requeue_hold") == ["n2"]
+
+
 def test_all_nodes_of_a_replica_leave_together_and_only_the_slow_one_is_a_suspect():
     world, _ = started(nodes=6, wanted=2, free=1, ranks=1, replica=2)
     slow(world, 1)
