@@ -18,6 +18,7 @@ import msgspec
 from benchmarks.corruption import campaign, cost, healthy
 from benchmarks.corruption.campaign import CLASSES, KINDS, ONCE, Outcome
 from benchmarks.report import Report
+from unicron_detector.chaos.inject import UNITS
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -79,7 +80,7 @@ def line(outcome: Outcome) -> str:
     """Describe what became of a fault."""
     fault = outcome.fault
     found = f"{outcome.by} after {outcome.delay}, {outcome.named or 'nobody named'}" if outcome.by else "not found"
-    kept = f", {outcome.wrong} wrong iterations kept" if outcome.wrong else ""
+    kept = f", {outcome.wrong} wrong iterations kept" if outcome.wrong else ", other bits kept" * outcome.differs
     number = f"{outcome.before:.4g} -> {outcome.after:.4g}"
     return f"{fault.kind}, bit {fault.bit}, slot {fault.slot}, iteration {outcome.struck}: {number}: {found}{kept}"
 
@@ -91,41 +92,52 @@ def table(outcomes: Sequence[Outcome], report: Report) -> None:
         cells = []
         for name in CLASSES:
             those = [each for each in outcomes if each.fault.kind == kind and each.fault.bits == name and each.matters]
-            wrong = sum(each.wrong > 0 for each in those)
-            cells.append(f"{sum(map(bool, (each.by for each in those)))}/{len(those)} ({wrong})" if those else "-")
+            wrong = kept(those)
+            cells.append(f"{found_of(those)}/{len(those)} ({wrong})" if those else "-")
         report.row(kind, *cells, label=36, width=17)
+
+
+def found_of(outcomes: Sequence[Outcome]) -> int:
+    """Return how many of them were found."""
+    return sum(bool(each.by) for each in outcomes)
+
+
+def kept(outcomes: Sequence[Outcome]) -> int:
+    """Return after how many of them a wrong state was trained on with. Where the fault was found, another deal of the
+    micro-batches may have added up to other bits, which is rounding."""
+    return sum(each.wrong > 0 or (each.differs and not each.by) for each in outcomes)
 
 
 def totals(outcomes: Sequence[Outcome], report: Report) -> None:
     """Print the figures of those that matter, apart for what only a lucky audit finds."""
-    matters = [each for each in outcomes if each.matters]
-    lasting = [each for each in matters if not each.fault.kind.endswith(ONCE)]
-    once = [each for each in matters if each.fault.kind.endswith(ONCE)]
-    report.text(f"{len(outcomes)} faults, of which {len(matters)} changed a number by more than rounding")
-    if not lasting:
-        return
-    kept = [each for each in lasting if each.by not in ("image check", "file check", "not read")]
-    found = [each for each in kept if each.by]
-    named = [each for each in found if each.named]
-    report.figure("found, of defective units and of changed numbers", len(found), "", least=len(kept))
-    if named:
-        report.figure(
-            "culprit right, of those that name one", sum(each.right for each in named) / len(named), "", least=0.99
-        )
-        report.figure(
-            "iterations from the fault to the finding, median", statistics.median(each.delay for each in found)
-        )
-        report.figure("the same, most", max(each.delay for each in found), "", most=campaign.WINDOW)
-    report.figure("faults after which a wrong state was kept", sum(each.wrong > 0 for each in lasting), "", most=0)
-    copies = [each for each in lasting if each.fault.kind in ("memory", "file")]
-    unread = sum(not each.by or each.by == "not read" for each in copies)
+    changed = [each for each in outcomes if each.matters]
+    matters = [each for each in changed if not each.harmless]
     report.text(
-        f"copies of the state: {len(copies) - unread} of {len(copies)} found by their checksum, {unread} never read"
+        f"{len(outcomes)} faults: {len(changed)} changed a number by more than rounding, and of these "
+        f"{len(changed) - len(matters)} were not found and changed no loss by more than rounding"
     )
+    once = [each for each in matters if each.fault.kind.endswith(ONCE)]
+    copies = [each for each in changed if each.fault.where in ("memory", "file")]
+    lasting = [each for each in matters if each.fault.kind in UNITS or each.fault.where in ("weight", "moment")]
+    found = [each for each in lasting if each.by]
+    named = [each for each in found if each.named]
+    if named:
+        right = sum(each.right for each in named) / len(named)
+        delays = sorted(each.delay for each in found)
+        report.text(f"{len(lasting)} defective units and changed numbers; {len(named)} findings name a rank")
+        report.figure("found, of defective units and changed numbers", len(found) / len(lasting), "", least=1.0)
+        report.figure("culprit right, of those findings that name one", right, "", least=0.99)
+        report.figure("iterations from the fault until it is found, median", statistics.median(delays))
+        report.figure("the same, most", delays[-1], "", most=campaign.COMPARE)
+        report.figure("wrong states kept after one of them", kept(lasting), "", most=0)
+    if copies:
+        report.text(f"{len(copies)} damaged copies of the state")
+        report.figure("found when they are read, of damaged copies", found_of(copies) / len(copies), "", least=1.0)
+        report.figure("wrong states kept after one of them", kept(copies), "", most=0)
     if once:
-        share = sum(bool(each.by) for each in once) / len(once)
-        report.figure("found, of what a unit spoilt once (only an audit of that micro-batch can)", share)
-        report.figure("of these, a wrong state was kept", sum(each.wrong > 0 for each in once) / len(once))
+        report.text(f"{len(once)} numbers that a unit spoilt once")
+        report.figure("found, of what a unit spoilt once: by an audit", found_of(once) / len(once))
+        report.figure("wrong states kept after one of them, share", kept(once) / len(once))
 
 
 # ------------------------------------------------------------ runs without a fault
@@ -148,7 +160,7 @@ def costs(sizes: Sizes, report: Report) -> None:
     """Compare iterations with and without checks."""
     for audit, compare, each_rank, device, each in COSTS:
         found = cost.blocks(sizes.ranks, each_rank, device, audit, compare, sizes.pairs, each)
-        seconds, wall, busy = cost.medians(found)
+        seconds, busy = cost.medians(found)
         title = f"N={audit}, M={compare}, {each_rank} micro-batch(es) a rank"
         report.details[title] = dict(found)
         report.text(f"{title}: iterations of {1e3 * seconds:.0f} ms without checks; CPU time with / without {busy:.4f}")

@@ -11,7 +11,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,11 +38,16 @@ CLASSES = {  # of the bits of a float32
     "mantissa, middle": tuple(range(8, 16)),
     "mantissa, low": tuple(range(8)),
 }
+SLOTS = r"(slots? [\d, -]*\d)"
+FOUND = {  # who finds a fault, and the text of the failure
+    "audit": rf"(?:{SLOTS} had another|differ in the) gradient of one",
+    "comparison": rf"(?:{SLOTS} had another|differ in the) (?:state|parameters or)",
+    "sum": r"got another sum of gradients|sum of the gradients of iteration \d+ was not sound",
+    "no step": rf"not sound on {SLOTS}|not finite on {SLOTS}",
+}
 ONCE = " once"  # a defective unit that errs a single time
 KINDS = ("forward", "gradient", "wire", *(f"{unit}{ONCE}" for unit in UNITS), "weight", "moment", "memory", "file")
 STRIKE = re.compile(r"element \[[\d, ]*\]: (\S+) is (\S+) now")
-NAMED = re.compile(r"\b(?:on )?(slots? [\d, to and-]*\d)")
-HARMLESS = "harmless"
 
 
 class Fault(NamedTuple):
@@ -87,13 +92,20 @@ class Outcome:
     right: bool = False
     """They are the one slot that was struck."""
     wrong: int = 0
-    """Iterations of the job whose last loss is not what it must be."""
+    """Iterations of the job whose last loss or parameters are not what they must be, by more than rounding."""
+    differs: bool = False
+    """The job's last loss or parameters have other bits than they must have."""
     texts: list[str] = field(default_factory=list)
 
     @property
     def matters(self) -> bool:
         """The number has changed by more than rounding."""
         return not abs(self.after - self.before) <= SAME * abs(self.before)
+
+    @property
+    def harmless(self) -> bool:
+        """Nobody has found it, and no loss was off by more than rounding."""
+        return not self.by and not self.wrong
 
 
 def faults(count: int, seed: int, kinds: Sequence[str]) -> Iterator[Fault]:
@@ -102,26 +114,27 @@ def faults(count: int, seed: int, kinds: Sequence[str]) -> Iterator[Fault]:
     for number in range(count):
         kind = kinds[number % len(kinds)]
         turn = number // len(kinds) + number % len(kinds)
-        yield Fault(kind, draw.choice(CLASSES[classes[turn % len(classes)]]), draw.randrange(RANKS))
+        bit, slot = draw.choice(CLASSES[classes[turn % len(classes)]]), draw.randrange(RANKS)
+        yield Fault(kind, bit, 0 if kind == "memory" else slot)  # the first rank's copy is what all go on from
 
 
 def verdict(text: str) -> tuple[str, str]:
-    """Return who has found what a failure's text says, and the slots that it names; empty for another failure."""
-    if " had another " in text or " differ in the " in text:
-        by = "comparison" if "optimizer state" in text else "audit"
-        return by, text.partition(" had another ")[0] if " had another " in text else "nobody"
-    if "got another sum" in text:
-        return "sum", ""
-    if "is not sound on slot" in text:
-        return "no step", text.partition("is not sound on ")[2].partition(",")[0]
+    """Return who has found what a failure's text says, and the slots that it names; empty for another failure.
+
+    >>> verdict("slot 2 had another state than the other replicas at iteration 7")
+    ('comparison', 'slot 2')
+    """
+    for by, pattern in FOUND.items():
+        if (found := re.search(pattern, text)) is not None:
+            return by, "".join(filter(None, found.groups()))
     return "", ""
 
 
 class Campaign:
     """A job of real ranks into which faults are injected."""
 
-    def __init__(self, folder: Path, seed: int):
-        self.folder, self.seed = folder, seed
+    def __init__(self, folder: Path):
+        self.folder = folder
         variables = {
             "CORRUPTION_OUT": str(folder),
             "CORRUPTION_EPISODE": str(EPISODE),
@@ -144,13 +157,13 @@ class Campaign:
         wrong = self.wrong_iterations(0, 2 * EPISODE)
         assert not wrong, f"an undisturbed episode repeats: {wrong}"
 
-    def wrong_iterations(self, first: int, end: int) -> list[int]:
-        """Return the iterations whose last loss or parameters are not what they must be in some rank."""
+    def wrong_iterations(self, first: int, end: int, most: float = SAME) -> list[int]:
+        """Return the iterations whose last loss or parameters are further from what they must be in some rank."""
         found = []
         for iteration in range(first, end):
             right = self.expected[iteration % EPISODE]
             made = [steps[iteration] for steps in self.lines.steps.values() if iteration in steps]
-            if any(relative_difference(a, b) > SAME for each in made for a, b in zip(each, right, strict=True)):
+            if any(relative_difference(a, b) > most for each in made for a, b in zip(each, right, strict=True)):
                 found.append(iteration)
         return found
 
@@ -165,7 +178,9 @@ class Campaign:
         self.ask(fault.order, fault.slot)
         self.wait(lambda: len(self.lines.strikes[fault.slot]) > struck, f"{fault} strikes")
         text, outcome.struck = self.lines.strikes[fault.slot][struck]
-        outcome.before, outcome.after = map(float, STRIKE.search(text).groups())  # type: ignore[union-attr]
+        numbers = STRIKE.search(text)
+        assert numbers is not None, text
+        outcome.before, outcome.after = map(float, numbers.groups())
         if fault.where == "memory":
             killed = self.lines.last_strike
             self.wait(lambda: min(self.lines.began.values()) > killed, "the killed ranks train again", 300.0)
@@ -175,7 +190,7 @@ class Campaign:
         else:
             until = outcome.struck + WINDOW
             self.wait(lambda: self._find(outcome, after) or self.lines.now() > until, f"{fault} is found, or is not")
-        if fault.kind in UNITS:
+        if fault.kind in UNITS and not outcome.by:
             self.ask(f"flip:{fault.where}:63:once", fault.slot)  # no float32 has such a bit: it ends the one before
         self._settle()
         if fault.where == "memory":
@@ -184,7 +199,8 @@ class Campaign:
             self._find(outcome, after)
         first = max(0, outcome.struck - COMPARE - 1)
         outcome.wrong = len(self.wrong_iterations(first, self.lines.now()))
-        if outcome.wrong:
+        outcome.differs = bool(self.wrong_iterations(self.lines.now() - 3, self.lines.now(), 0.0))
+        if outcome.wrong or outcome.differs:
             self.wait(lambda: self.lines.now() // EPISODE > outcome.struck // EPISODE, "the next episode")
         return outcome
 
@@ -259,13 +275,15 @@ class Campaign:
         return max((each["id"] for each in self.world.failures()), default=0)
 
 
-def run(folder: Path, count: int, seed: int, kinds: Sequence[str], tell: Any) -> list[Outcome]:
-    """Inject so many faults; `tell` gets each outcome."""
-    campaign, outcomes = Campaign(folder, seed), []
+def run(
+    folder: Path, count: int, seed: int, kinds: Sequence[str], tell: Callable[[Outcome], None], seconds: float
+) -> None:
+    """Inject so many faults, as long as the time is not over; `tell` gets each outcome."""
+    campaign = Campaign(folder)
     with campaign.world:
         campaign.learn()
-        began = time.monotonic()
+        until = time.monotonic() + seconds
         for fault in faults(count, seed, kinds):
-            outcomes.append(campaign.strike(fault))
-            tell(outcomes[-1], time.monotonic() - began)
-    return outcomes
+            if time.monotonic() > until:
+                return
+            tell(campaign.strike(fault))

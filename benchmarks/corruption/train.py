@@ -89,7 +89,7 @@ def note(**line: Any) -> None:
 
 def note_strikes() -> None:
     """Note each silent fault when it strikes first, and let all ranks end if the campaign wants that."""
-    told = flips.inform
+    told = vars(flips)["inform"]
 
     def tell(text: str) -> None:
         note(strike=text, during=at)
@@ -99,7 +99,7 @@ def note_strikes() -> None:
             for path in sorted(OUT.glob("pid.*"), key=lambda each: each.name == f"pid.{SLOT}"):
                 os.kill(int(path.read_text()), signal.SIGKILL)
 
-    flips.inform = tell  # type: ignore[assignment]
+    vars(flips)["inform"] = tell
 
 
 def main() -> None:

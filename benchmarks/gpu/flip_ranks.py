@@ -8,11 +8,16 @@ GPU_STRIKES: the fault, as `unicronctl inject` has it, slot and iteration: "flip
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.ranks import make
-from tests.support import fault_points
-from unicron_detector.chaos.inject import injector
+UNICRON_PRELOAD = ("sbatch_templates.gpt_imports",)  # nothing that reads its slot at its import
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.ranks import make  # noqa: E402
+from tests.support import fault_points  # noqa: E402
+from unicron_detector.chaos.inject import injector  # noqa: E402
 
 FAULT, STRUCK, AT = os.environ.get("GPU_STRIKES", "none -1 -1").split()
 

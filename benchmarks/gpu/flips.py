@@ -33,9 +33,13 @@ FAULTS = {
 def train(folder: Path, backend: str, fault: str) -> tuple[list[dict[str, Any]], dict[int, float], str]:
     """Train to the end. Return the failures, iteration -> loss as it counted in the end, and what was told."""
     folder.mkdir()
-    settings = {**environment(backend), "TINY_SCRIPT": "", "TINY_MICRO_BATCHES": "9", "TINY_SAVE": "0"}
+    settings = {**environment(backend), "TINY_MICRO_BATCHES": "9", "TINY_SAVE": "0"}
     settings |= {"TINY_ITERATIONS": str(ITERATIONS), "UNICRON_AUDIT": str(AUDIT), "UNICRON_COMPARE": str(COMPARE)}
-    settings |= {"GPU_STRIKES": f"{fault} {SLOT} {AT}" if fault else "none -1 -1", "GPU_PLAIN": "1"}
+    settings |= {
+        "GPU_STRIKES": f"{fault} {SLOT} {AT}" if fault else "none -1 -1",
+        "GPU_PLAIN": "1",
+        "UNICRON_MODE": "session",
+    }
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="unicron-gpu-") as shared:
         settings["UNICRON_MEMORY_DIR"] = shared
         with World(folder, 3, "", [sys.executable, str(SCRIPT)], **settings) as job:

@@ -538,6 +538,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "status": lambda: terminal("status", "unicronctl top"),
     "trusted-nan": lambda: terminal("trusted-nan", "a NaN in a gradient, once"),
     "trusted-flip": lambda: terminal("trusted-flip", "a flipped bit in a weight"),
+    "trusted-slow": lambda: terminal("trusted-slow", "a rank at half speed"),
 }
 
 

@@ -1,7 +1,9 @@
-"""Records what `unicronctl` says of wrong numbers, for docs/trusted.md: `python -m docs.pictures.stories [STORY]...`
+"""Records what `unicronctl` says of wrong numbers and of a slow rank, for docs/trusted.md.
 
-Real ranks, agents and a controller, without Slurm. Each story is a job of three ranks in which one fault is injected;
-its ranks share this machine's cores. `draw.py` makes the pictures of what is recorded here.
+    python -m docs.pictures.stories [STORY]...
+
+Real ranks, agents and a controller, without Slurm. Each story is a job in which one fault is injected; its ranks
+share this machine's cores. `draw.py` makes the pictures of what is recorded here.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import termios
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +26,7 @@ from tests.support.jobs import World
 HERE = Path(__file__).resolve().parent
 COLUMNS, ROWS = 118, 60
 JOB, SLOT, LIMIT = "7", 1, 240.0
-FIRST = 20  # iteration from which on the fault may strike: the norms of a band are known by then
+FIRST = 40  # iteration from which on the fault may strike: by then a band of norms is known, and a state verified
 COMPARE, MORE = 12, 30
 SCRIPT = """
 import os, time, torch, unicron
@@ -39,7 +42,8 @@ def forward_step(data, model):
     return torch.nn.functional.mse_loss(model(data), data.sum(dim=1, keepdim=True).sin())
 
 session = unicron.Session(
-    model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.003), micro_batches=9,
+    model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.003),
+    micro_batches=int(os.environ["STORY_MICRO_BATCHES"]),
     forward_step=forward_step, fetch=fetch, train_iterations=5000,
     checkpoints=unicron.Checkpoints(os.environ["STORY_FOLDER"], interval=10),
 )
@@ -51,22 +55,27 @@ for step in session:
 class Story:
     """A job in which a fault strikes, and what is shown of it."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, ranks: int, micro_batches: int):
         script = folder / "train.py"
         script.write_text(SCRIPT)
         settings = {"UNICRON_COMPARE": str(COMPARE), "UNICRON_AUDIT": "256", "STORY_FOLDER": str(folder / "saved")}
-        settings |= {"UNICRON_MODE": "session", "SLURM_JOB_NAME": "gpt"}
-        self.job = World(folder, 3, "allow_inject = true", [sys.executable, str(script)], **settings)
+        settings |= {"UNICRON_MODE": "session", "SLURM_JOB_NAME": "gpt", "STORY_MICRO_BATCHES": str(micro_batches)}
+        self.members = list(range(ranks))
+        self.job = World(folder, ranks, "allow_inject = true", [sys.executable, str(script)], **settings)
         self.lines: list[str] = []
 
     def show(self, *words: str) -> None:
         """Record a command as a terminal shows it."""
         self.lines += [f"\x1b[1m$ unicronctl {' '.join(words)}\x1b[0m", *told(self.job.address, *words), ""]
 
-    def strike(self, fault: str) -> int:
-        """Let a fault strike in a rank of the trained job, and wait until it is found. Return the iteration before."""
-        self.job.wait(lambda: self.job.trains([0, 1, 2], FIRST), f"{FIRST} iterations", LIMIT)
+    def inject(self, fault: str) -> None:
+        """Let a fault strike in a rank of the trained job."""
+        self.job.wait(lambda: self.job.trains(self.members, FIRST), f"{FIRST} iterations", LIMIT)
         self.show("inject", "--job", JOB, "--slot", str(SLOT), fault)
+
+    def strike(self, fault: str) -> int:
+        """Do the same, and wait until it is found. Return the iteration before."""
+        self.inject(fault)
         before = int(self.job.job()["iteration"])
         self.job.wait(self.job.failures, f"{fault} is found", LIMIT)
         return before
@@ -108,15 +117,32 @@ def flip(story: Story) -> None:
     story.show("explain", JOB)
 
 
-STORIES: dict[str, Callable[[Story], None]] = {"nan": nan, "flip": flip}
+def slow(story: Story) -> None:
+    """A rank becomes half as fast."""
+    story.inject("slow:2")
+    began = int(story.job.job()["iteration"])
+    found = lambda: [line for line in story.job.array.logs.splitlines() if "shares by speed" in line]  # noqa: E731
+    first = story.job.wait(found, "shares by speed", LIMIT)[0]
+    story.go_on(began + MORE)
+    story.show("jobs")
+    story.show("explain", JOB)
+    story.lines += ["\x1b[1mthe job's log\x1b[0m", *textwrap.wrap(first, COLUMNS, subsequent_indent="    ")]
+
+
+STORIES: dict[str, tuple[Callable[[Story], None], int, int]] = {
+    "nan": (nan, 3, 9),
+    "flip": (flip, 3, 9),
+    "slow": (slow, 4, 32),
+}
 
 
 def main(names: list[str]) -> None:
     for name in names or STORIES:
         with tempfile.TemporaryDirectory(prefix="unicron-story-") as folder:
-            story = Story(Path(folder))
+            tell, ranks, micro_batches = STORIES[name]
+            story = Story(Path(folder), ranks, micro_batches)
             try:
-                STORIES[name](story)
+                tell(story)
                 print("\n".join(story.lines))
             except BaseException:
                 print(story.job.told(), file=sys.stderr)

@@ -275,7 +275,7 @@ class Accumulation(ABC):
     # ------------------------------------------------------------ its size
     def norm(self) -> float:
         """Return the norm of this rank's part of the reduced gradient; not finite if a number in it is not."""
-        return norm_of(self._reduced())
+        return norm_of(self._reduce_result())
 
     def own_norm(self) -> float:
         """Return the norm of this rank's own sum, before the reduce."""
@@ -286,7 +286,7 @@ class Accumulation(ABC):
             self.weigh(tensors, after)
 
     @abstractmethod
-    def _reduced(self) -> Iterable[torch.Tensor]:
+    def _reduce_result(self) -> Iterable[torch.Tensor]:
         """Return the gradients that a reduce has summed."""
 
     @abstractmethod

@@ -45,7 +45,7 @@ class Weights(NamedTuple):
     before: float
     """The difference (:class:`Digest`) of the rank's own sum."""
     norm: float
-    """Of it."""
+    """The norm of the same."""
     after: float
     """The difference of what the reduce has left in this rank's part."""
 
@@ -57,8 +57,8 @@ Claim = tuple[int, int, Digest]  # (who says it, of whose micro-batch, what) at 
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the ranks of one place have told in one round."""
+class Findings:
+    """The findings of the ranks of one place in one round."""
 
     own: Mapping[int, Digest]
     """Replica -> the gradient of its first micro-batch."""
@@ -77,7 +77,7 @@ class Told:
         return [*((of, of, digest) for of, digest in self.own.items()), *audited]
 
 
-def tell(
+def pack_findings(
     place: int,
     places: int,
     replica: int,
@@ -106,7 +106,7 @@ def tell(
     return numbers
 
 
-def hear(numbers: Sequence[float], places: int, replicas: int, shift: int) -> list[Told]:
+def unpack_findings(numbers: Sequence[float], places: int, replicas: int, shift: int) -> list[Findings]:
     """Return what the ranks have said, place by place."""
     found = []
     for place in range(places):
@@ -122,13 +122,13 @@ def hear(numbers: Sequence[float], places: int, replicas: int, shift: int) -> li
                 states[of] = row[2 * NUMBERS]
             if row[-1] != UNKNOWN:
                 sums[of] = Weights(*row[2 * NUMBERS + 1 :])
-        found.append(Told(own, audited, states, sums, shift))
+        found.append(Findings(own, audited, states, sums, shift))
     return found
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong, and who is at fault."""
+    """A difference between replicas, and who is at fault."""
 
     what: str
     """`gradient`, `state`, `sum` or `number`: a parameter that is not finite."""
@@ -138,7 +138,7 @@ class Verdict:
     """Replicas that differ from each other."""
 
 
-def differing_states(rounds: Sequence[Told]) -> Verdict | None:
+def differing_states(rounds: Sequence[Findings]) -> Verdict | None:
     """Compare the states of the replicas, by place: most of them are right."""
     culprits, among = set[int](), set[int]()
     for told in rounds:
@@ -155,7 +155,7 @@ def differing_states(rounds: Sequence[Told]) -> Verdict | None:
     return Verdict("state", frozenset(culprits), frozenset(among)) if among else None
 
 
-def wrong_sum(told: Told, precision: float, parts: bool) -> set[int]:
+def wrong_sum(told: Findings, precision: float, parts: bool) -> set[int]:
     """Return the replicas in which the reduce has left something else than the sum of what all have sent; all of them
     if the `parts` of the sum are in different replicas. precision: of the gradients' format."""
     if not all(math.isfinite(each.norm) for each in told.sums.values()):
@@ -168,12 +168,12 @@ def wrong_sum(told: Told, precision: float, parts: bool) -> set[int]:
     return {of for of, each in told.sums.items() if not abs(each.after - sent) <= most}
 
 
-def agree(told: Told, tolerance: float) -> bool:
+def agree(told: Findings, tolerance: float) -> bool:
     """Whether each audited gradient is the one that its replica has computed."""
     return all(told.own[of].distance(digest) <= tolerance for of, digest in told.audited.items() if of in told.own)
 
 
-def wrong_gradients(rounds: Sequence[Sequence[Told]], replicas: int, tolerance: float) -> Verdict | None:
+def wrong_gradients(rounds: Sequence[Sequence[Findings]], replicas: int, tolerance: float) -> Verdict | None:
     """Judge all rounds of an audit, each place by place. Of a gradient that replicas do not agree on, the one is right
     that most of them say, and of as many the one that was said most often."""
     culprits, among = set[int](), set[int]()
@@ -204,7 +204,7 @@ def _right(about: Sequence[tuple[int, Digest]], tolerance: float) -> Digest | No
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the first audit of a session has measured."""
+    """The result of the first audit of a session."""
 
     tolerance: float
     """Relative difference up to which gradients are equal."""
@@ -212,7 +212,7 @@ class Calibration:
     """The reason why nothing can be audited."""
 
 
-def calibrate(rounds: Sequence[Sequence[Told]], replicas: int) -> Calibration:
+def calibrate(rounds: Sequence[Sequence[Findings]], replicas: int) -> Calibration:
     """Measure how well gradients repeat, from an audit's two rounds in a sound start."""
     again = other = 0.0
     for first, second in zip(*rounds, strict=True):

@@ -51,7 +51,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Marks:
-    """What all members know of an unsound iteration. A replica is named by its data-parallel rank."""
+    """The knowledge of all members about an unsound iteration. A replica is named by its data-parallel rank."""
 
     known: Mapping[int, int]
     """Micro-batches that are unsound by themselves: index -> replica that has computed it."""
@@ -60,7 +60,7 @@ class Marks:
     norms: Sequence[float]
     """Each replica's norm before the reduce: infinite if it is not finite, UNKNOWN if it is not known any more."""
 
-    def told(self, total: int) -> list[float]:
+    def as_numbers(self, total: int) -> list[float]:
         """Return them as numbers whose maximum over all members has everything that any of them knows."""
         numbers = [UNKNOWN] * (2 * total)
         for start, marks in ((0, self.known), (total, self.owners)):
@@ -69,7 +69,7 @@ class Marks:
         return [*numbers, *self.norms]
 
     @classmethod
-    def heard(cls, numbers: Sequence[float], total: int) -> Marks:
+    def from_numbers(cls, numbers: Sequence[float], total: int) -> Marks:
         """Return the marks in such numbers."""
         known, owners = (
             {index: int(replica) for index, replica in enumerate(numbers[start : start + total]) if replica >= 0}
@@ -82,7 +82,7 @@ class Marks:
         finite."""
         return dict(self.known) or self._in(replica for replica, norm in enumerate(self.norms) if norm == math.inf)
 
-    def dropped(self) -> dict[int, int]:
+    def to_drop(self) -> dict[int, int]:
         """Return index -> replica of everything in the gradients with a suspect, or else in those that are far larger
         than the others."""
         return self._in(self.suspects().values()) or self._in(self._apart())
@@ -117,23 +117,29 @@ class Trial:
             for index, replica in marks.known.items()
             if index in self.suspects and (replicas == 1 or self.suspects[index] != replica)
         }
-        for index, replica in (marks.suspects() or marks.dropped()).items():
+        for index, replica in (marks.suspects() or marks.to_drop()).items():
             self.suspects.setdefault(index, replica)
         self.faulty |= again
         return again
 
+    def repeats(self, norm: float) -> bool:
+        """Whether a sound try with this norm has the gradient that was no step: then it was right."""
+        return math.isfinite(self.norm) and norm > self.norm / 2
+
     def culprits(self, norm: float) -> dict[int, int]:
         """Return index -> replica of what was unsound there and is sound elsewhere, after a sound try with this norm.
-        None if the gradient is as large as before: then it is right."""
-        if math.isfinite(self.norm) and norm > self.norm / 2:
+        Nothing of a replica whose gradient had a faulty micro-batch in it, which explains the rest; and nothing at all
+        if the gradient is as large as before: then it is right."""
+        if self.repeats(norm):
             return {}
-        return {index: replica for index, replica in self.suspects.items() if index not in self.faulty}
+        explained = {self.suspects[index] for index in self.faulty if index in self.suspects}
+        return {index: replica for index, replica in self.suspects.items() if replica not in explained}
 
 
-def moved(dropped: Mapping[int, int], replicas: int) -> dict[int, int]:
+def deal_elsewhere(dropped: Mapping[int, int], replicas: int) -> dict[int, int]:
     """Deal the micro-batches of unsound gradients, index -> replica, to other replicas, if there are others.
 
-    >>> moved({1: 1, 4: 1}, 3)
+    >>> deal_elsewhere({1: 1, 4: 1}, 3)
     {1: 0, 4: 2}
     """
     clean = [replica for replica in range(replicas) if replica not in dropped.values()]

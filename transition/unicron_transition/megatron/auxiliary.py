@@ -38,7 +38,7 @@ class Auxiliary:
         ]
         self._routers = [routers(chunk) for chunk in model]
         self._frozen: dict[int, list[torch.Tensor]] = {}  # chunk -> its counts without padding
-        self._reduced: list[torch.Tensor] | None = None  # the counts before the reduce
+        self._reduce_result: list[torch.Tensor] | None = None  # the counts before the reduce
         self._logged: dict[str, torch.Tensor] = {}  # what the log had when the iteration began
         self._muted: dict[str, torch.Tensor] | None = None  # what it had before a backward pass of padding
         self._settled = True  # no iteration has begun since the last commit
@@ -108,7 +108,7 @@ class Auxiliary:
         self._frozen.clear()
         self._muted = None
         megatron_trackers.put_back(self._logged)
-        self._reduced = None
+        self._reduce_result = None
         for router in self._all:
             router.local_tokens_per_expert.zero_()
 
@@ -117,7 +117,7 @@ class Auxiliary:
     def reducing(self) -> Iterator[None]:
         """Wrap Megatron's `finalize_model_grads`, which makes new biases from the counts."""
         all_routers = self._all
-        self._reduced = _counts(all_routers)
+        self._reduce_result = _counts(all_routers)
         self._pending.add(self._settle_log)
         before = [router.expert_bias.clone() for router in all_routers]
         try:
@@ -133,9 +133,9 @@ class Auxiliary:
 
     def restore(self) -> None:
         """Restore this rank's own counts: the reduce is undone."""
-        if self._reduced is not None:
-            _set_counts(self._all, self._reduced)
-        self._reduced = None
+        if self._reduce_result is not None:
+            _set_counts(self._all, self._reduce_result)
+        self._reduce_result = None
 
 
 def routers(chunk: Any) -> list[Any]:

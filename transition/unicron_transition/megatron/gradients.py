@@ -298,7 +298,7 @@ class Gradients(Accumulation):
         def finish_grad_sync(*arguments: Any, **keywords: Any) -> Any:
             result = original(*arguments, **keywords)
             if self.layout.lanes == 1:
-                self._weigh_sum(self._reduced(), after=True)
+                self._weigh_sum(self._reduce_result(), after=True)
             return result
 
         last.finish_grad_sync = finish_grad_sync
@@ -372,7 +372,7 @@ class Gradients(Accumulation):
     def own_sum(self) -> Iterator[torch.Tensor]:
         return (bucket.grad_data for group in self._bucket_groups() for bucket in group.buckets)
 
-    _reduced = _tensors_to_reduce
+    _reduce_result = _tensors_to_reduce
 
     def hold_reduces(self) -> None:
         self._ordered = True

@@ -373,7 +373,7 @@ class PlainGradients(Accumulation):
         proof_sum = Proof.of(alone) if last < 0 else self._buckets[last].proven()
         for each in self._sums:
             each.check()
-        self._weigh_sum(self._reduced(), after=True)
+        self._weigh_sum(self._reduce_result(), after=True)
         return proof_sum
 
     def drain(self, unblock: Callable[[], Any]) -> None:
@@ -406,7 +406,7 @@ class PlainGradients(Accumulation):
     def own_sum(self) -> Iterator[torch.Tensor]:
         return (bucket.gradients for bucket in self._buckets)
 
-    _reduced = own_sum
+    _reduce_result = own_sum
 
 
 def _is_number(value: Any) -> bool:

@@ -20,8 +20,8 @@ from unicron_detector.words import number_spans
 from unicron_transition.generations.layout import deal
 from unicron_transition.iteration import audits
 from unicron_transition.iteration.accumulation import Accumulation
-from unicron_transition.iteration.audits import ROUNDS, Digest, Told, Verdict, Weights
-from unicron_transition.iteration.ledger import Ledger
+from unicron_transition.iteration.audits import ROUNDS, Digest, Findings, Verdict, Weights
+from unicron_transition.iteration.ledger import UNKNOWN, Ledger
 from unicron_transition.iteration.rank_log import inform, warn
 from unicron_transition.iteration.soundness import UnsoundIteration, norm_of
 from unicron_transition.session.member import Member
@@ -31,6 +31,7 @@ from unicron_transition.snapshot.tensor_transfer import checksum
 AUDIT, COMPARE = "UNICRON_AUDIT", "UNICRON_COMPARE"
 DEFAULTS = {AUDIT: 256, COMPARE: 64}
 EXACT = 1 << 52  # whole numbers below it are exact in a float
+NEVER = math.inf  # tolerance of a session whose gradients cannot be audited, until another rank joins
 MOST_RETURNS = 3  # to a sound state without coming further
 
 
@@ -48,13 +49,13 @@ class AuditAgain(Exception):
 
 @dataclass
 class _Round:
-    """What this rank found in the present round of an audit."""
+    """The findings of this rank in the present round of an audit."""
 
     own: Digest | None = None
     audited: tuple[int, Digest] | None = None
     state: float | None = None
     sums: list[float] = field(default_factory=list)
-    """As :class:`audits.Weights`, as far as they are known."""
+    """The numbers of :class:`audits.Weights`, as far as they are known."""
 
 
 def settings(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
@@ -82,10 +83,10 @@ class Checks:
     _total: int = 0  # micro-batches of the iteration
     _agreed: tuple[int, int] = (0, 0)  # of the generation, the largest that any member wants
     _generation: int = -1  # for which that was agreed
-    _calibrating: bool = True  # some member has not measured how well gradients repeat
+    _calibrating: bool = True  # no member has measured how well gradients repeat
     _tolerance: float = math.nan
     _round: _Round = field(default_factory=_Round)
-    _rounds: list[list[Told]] = field(default_factory=list)
+    _rounds: list[list[Findings]] = field(default_factory=list)
     _furthest: int = -1  # iteration from which all have gone back
     _returns: int = 0  # without coming further
 
@@ -156,12 +157,13 @@ class Checks:
         return Digest(_bits(tensors), norm_of(tensors), _difference(tensors))
 
     # ------------------------------------------------------------ at the commit
-    def told(self, iteration: int) -> list[float]:
+    def statement(self, iteration: int) -> list[float]:
         """Return what this rank tells with the commit: as many numbers in all members."""
         if not self.tells():
             return []
         if self._generation != self.member.generation:
-            return [*map(float, self.wanted), float(math.isnan(self._tolerance))]
+            unknown = math.isnan(self._tolerance)
+            return [*map(float, self.wanted), float(unknown), UNKNOWN if unknown else self._tolerance]
         compares, audited = self.compares(iteration), self._round.own is not None
         if not compares and not audited:
             return []
@@ -170,28 +172,37 @@ class Checks:
         member, layout, found = self.member, self.member.layout, self._round
         place = member.slot % layout.size
         sums = Weights(*found.sums) if len(found.sums) == len(Weights._fields) else None
-        return audits.tell(
+        return audits.pack_findings(
             place, layout.size, member.replica, member.replicas, found.own, found.audited, found.state, sums
         )
 
-    def hear(self, iteration: int, numbers: Sequence[float]) -> bool:
+    def take_statements(self, iteration: int, numbers: Sequence[float]) -> bool:
         """Judge what the members have told; returns whether the state with which the iteration began is verified.
         Raises :class:`AuditAgain` or :class:`CorruptState`, in all members alike."""
         if not numbers:
             return False
         if self._generation != self.member.generation:
-            self._agreed = int(numbers[0]), int(numbers[1])
-            self._calibrating, self._generation = numbers[2] > 0, self.member.generation
+            self._agreed, self._generation = (int(numbers[0]), int(numbers[1])), self.member.generation
+            self._agree_on_tolerance(some_new=numbers[2] > 0, largest=numbers[3])
             return False
         replicas, audited = self.member.replicas, self._round.own is not None
-        told = audits.hear(numbers, self.member.layout.size, replicas, self.shift())
+        told = audits.unpack_findings(numbers, self.member.layout.size, replicas, self.shift())
         self._rounds.append(told)
         if (verdict := audits.differing_states(told)) is not None:
             raise CorruptState(verdict)
         if audited and not self._judge(replicas):
             return False
+        if audited and len(self._rounds) == ROUNDS:
+            self._note_mended(self._wrong_sums(self._rounds[0]), iteration)
         self._rounds = []
         return self.compares(iteration) and (audited or not self._agreed[0])
+
+    def _agree_on_tolerance(self, some_new: bool, largest: float) -> None:
+        """Take the tolerance that others have measured. Measured again, it would be the error of a rank that computes
+        wrongly and was started again, and then nobody would see that error any more."""
+        self._calibrating = some_new and largest in (UNKNOWN, NEVER)
+        if not self._calibrating:
+            self._tolerance = largest
 
     def _judge(self, replicas: int) -> bool:
         """Judge the rounds so far; returns whether their gradients count."""
@@ -212,7 +223,15 @@ class Checks:
             raise CorruptState(verdict)
         return True
 
-    def _wrong_sums(self, rounds: Sequence[Told]) -> set[int]:
+    def _note_mended(self, sums: set[int], iteration: int) -> None:
+        """Note that a sum was wrong in these replicas and is right in the second round: nothing follows from it."""
+        if sums:
+            fault = self.fault(Verdict("sum", frozenset(), frozenset(sums)), iteration)
+            fault.text += ", and the right one when all summed again"
+            self.member.note = fault
+            self.member.publish("running")
+
+    def _wrong_sums(self, rounds: Sequence[Findings]) -> set[int]:
         dtypes = {each.dtype for each in self.gradients.own_sum()}
         precision = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
         return {of for told in rounds for of in audits.wrong_sum(told, precision, self.state.sharded)}
@@ -223,6 +242,7 @@ class Checks:
         self._tolerance = found.tolerance
         first = self.member.slot == min(self.member.members)
         if found.trouble:
+            self._tolerance = NEVER
             self._agreed, self.wanted = (0, self._agreed[1]), (0, self.wanted[1])
             if first:
                 warn(
@@ -256,7 +276,7 @@ class Checks:
             found = [slot for one in replicas for slot in member.members[one * size : (one + 1) * size]]
             return number_spans("slot", found)
 
-        what = "state" if verdict.what == "state" else "gradient of one micro-batch"
+        what = "state of parameters and optimizer" if verdict.what == "state" else "gradient of one micro-batch"
         if verdict.what == "number":
             text = f"parameters are not finite on {slots(verdict.among)} at iteration {iteration}"
         elif verdict.what == "sum":

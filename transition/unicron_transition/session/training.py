@@ -395,13 +395,15 @@ class Training:
             self._checks.forget()
             raise _Unsound
         ledger = self._at.ledger
-        if self._checks.hear(ledger.iteration, self._pacing.take_statements(result.told, ledger.total)):
+        if self._checks.take_statements(ledger.iteration, self._pacing.take_statements(result.told, ledger.total)):
             self._persistence.note_verified(ledger.iteration)
         self._saving.on_commit(result)
 
     def _statement(self) -> list[float]:
         ledger = self._at.ledger
-        return [*self._pacing.statement(ledger), *self._checks.told(ledger.iteration)] if self._exchange.tells() else []
+        if not self._exchange.tells():
+            return []
+        return [*self._pacing.statement(ledger), *self._checks.statement(ledger.iteration)]
 
     @contextlib.contextmanager
     def _recovering(self) -> Iterator[None]:
@@ -421,7 +423,7 @@ class Training:
         self._commit()  # an overflow skips the step, and the commit in it
         if self._scheduler is not None and succeeded:
             self._scheduler.step(increment=self._at.ledger.total * self._size)
-        self._trials.settle(self._at.ledger)
+        self._trials.settle_iteration(self._at.ledger)
         self._state.loss = self._at.loss
         with self._recovering():  # with its copies in other nodes, before the gradients are zeroed
             self._local.keep_step(self._at.ledger.iteration + 1)

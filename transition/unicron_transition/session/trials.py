@@ -23,7 +23,7 @@ from unicron_transition.iteration.soundness import (
     Marks,
     Trial,
     UnsoundIteration,
-    moved,
+    deal_elsewhere,
     norm_of,
 )
 from unicron_transition.seams.dtensors import local
@@ -33,7 +33,7 @@ from unicron_transition.snapshot.migrate import TrainingState
 
 
 class OnBadBatch(StrEnum):
-    """What to do about a micro-batch that is at fault itself."""
+    """The choice for a micro-batch that is at fault itself."""
 
     END = "end"
     SKIP = "skip"
@@ -41,7 +41,7 @@ class OnBadBatch(StrEnum):
 
 @dataclass(frozen=True)
 class Retry:
-    """How this rank's replica goes on with an iteration that was no step."""
+    """The way on of this rank's replica with an iteration that was no step."""
 
     drops: bool
     """Its gradient is unsound."""
@@ -116,7 +116,7 @@ class Trials:
         PeerLost or RuntimeError if a member is gone."""
         trial = self._trial = self._trial or Trial(self._norm if math.isfinite(loss) else math.inf)
         replicas, replica = self._member.replicas, self._member.replica
-        marks = Marks.heard(self._exchange.most(mine.told(ledger.total)), ledger.total)
+        marks = Marks.from_numbers(self._exchange.most(mine.as_numbers(ledger.total)), ledger.total)
         if faulty := trial.judge(marks, replicas):
             return self._without(ledger, faulty)
         if trial.tries > MOST_TRIALS:
@@ -124,8 +124,8 @@ class Trials:
                 f"iteration {ledger.iteration} is not sound after {MOST_TRIALS} tries, and no micro-batch is at fault "
                 "by itself: the sums of its gradients are not finite; check the links between the nodes"
             )
-        dropped = marks.dropped()
-        comes = [index for index, of in moved(dropped, replicas).items() if of == replica]
+        dropped = marks.to_drop()
+        comes = [index for index, of in deal_elsewhere(dropped, replicas).items() if of == replica]
         drops = replica in dropped.values()
         return Retry(drops, [*([] if drops else ledger.assigned), *comes], ledger.skipped)
 
@@ -151,9 +151,11 @@ class Trials:
             name_micro_batch(error, ledger.iteration, first)
             raise error
         if self._member.replica == 0:
-            text = f"not finite {where}, so its data or the model is at fault: it is left out (on_bad_batch=skip)"
-            for index in sorted(faulty):
-                self._report("UnsoundMicroBatch", text, ledger.iteration, index)
+            text = (
+                f"{number_spans('micro-batch', faulty)} of iteration {ledger.iteration}: not finite {where}, so the "
+                "data or the model is at fault: left out (on_bad_batch=skip)"
+            )
+            self._report("UnsoundMicroBatch", text, ledger.iteration, first)
         own = deal(len(left), self._member.replicas, self._member.replica, self._member.layout.lanes)
         return Retry(True, [left[one] for one in own], ledger.skipped | faulty)
 
@@ -167,7 +169,7 @@ class Trials:
             raise CorruptState(Verdict("number", among if len(among) < replicas else frozenset(), among))
 
     # ------------------------------------------------------------ the end
-    def settle(self, ledger: Ledger) -> None:
+    def settle_iteration(self, ledger: Ledger) -> None:
         """The iteration is a step: name who made its first try unsound, if anybody did."""
         if not self._scaled and math.isfinite(self._norm):
             self._band.note(self._norm)
@@ -179,6 +181,12 @@ class Trials:
         innocent = [slot for slot in members if members.index(slot) // size not in culprits.values()]
         if self._member.slot != min(innocent or members):
             return
+        if not culprits and not trial.faulty and not trial.repeats(self._norm):
+            text = (
+                f"the sum of the gradients of iteration {ledger.iteration} was not sound, and it was when summed "
+                "again: what each rank had computed is not at fault, so check the links between the nodes"
+            )
+            self._report("SilentCorruption", text, ledger.iteration)
         for replica in sorted(set(culprits.values())):
             indices = [index for index, of in culprits.items() if of == replica]
             slots = members[replica * size : (replica + 1) * size]
@@ -188,7 +196,7 @@ class Trials:
             )
             self._report("UnsoundRank", text, ledger.iteration, indices[0], slots[0])
 
-    def _report(self, kind: str, text: str, iteration: int, index: int, slot: int | None = None) -> None:
-        warn(text if slot is not None else f"micro-batch {index} of iteration {iteration}: {text}")
+    def _report(self, kind: str, text: str, iteration: int, index: int | None = None, slot: int | None = None) -> None:
+        warn(text)
         self._member.note = Fault(kind, text, time.time(), iteration=iteration, micro_batch=index, culprit=slot)
         self._member.publish("running")

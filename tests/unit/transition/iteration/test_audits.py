@@ -9,14 +9,14 @@ import pytest
 
 from unicron_transition.iteration.audits import (
     Digest,
-    Told,
+    Findings,
     Verdict,
     Weights,
     agree,
     calibrate,
     differing_states,
-    hear,
-    tell,
+    pack_findings,
+    unpack_findings,
     wrong_gradients,
     wrong_sum,
 )
@@ -27,11 +27,11 @@ def right(of: int) -> Digest:
     return Digest(100.0 + of, 1.0, 0.5)
 
 
-def round_of(replicas: int, shift: int, wrong=lambda who, of, number: None) -> list[Told]:
+def round_of(replicas: int, shift: int, wrong=lambda who, of, number: None) -> list[Findings]:
     """What the only place tells. wrong(who, of, number): a digest in place of the right one, or None."""
     own = {of: wrong(of, of, 0) or right(of) for of in range(replicas)}
     audited = {of: wrong((of + shift) % replicas, of, 1) or right(of) for of in range(replicas)}
-    return [Told(own, audited, {}, shift=shift)]
+    return [Findings(own, audited, {}, shift=shift)]
 
 
 def flipped(number: int) -> Digest:
@@ -40,11 +40,11 @@ def flipped(number: int) -> Digest:
 
 def test_all_members_hear_what_each_of_them_says():
     own, other = Digest(3.0, 1.0, -2.0), Digest(5.0, math.inf, 0.0)
-    mine = tell(1, 2, 0, 3, own, (2, other), 77.0, Weights(1.0, 2.0, 3.0))
-    theirs = tell(0, 2, 2, 3, None, None, 78.0)
-    told = hear([max(pair) for pair in zip(mine, theirs, strict=True)], 2, 3, shift=1)
-    assert told[1] == Told({0: own}, {2: other}, {0: 77.0}, {0: Weights(1.0, 2.0, 3.0)}, 1)
-    assert told[0] == Told({}, {}, {2: 78.0}, {}, 1)
+    mine = pack_findings(1, 2, 0, 3, own, (2, other), 77.0, Weights(1.0, 2.0, 3.0))
+    theirs = pack_findings(0, 2, 2, 3, None, None, 78.0)
+    told = unpack_findings([max(pair) for pair in zip(mine, theirs, strict=True)], 2, 3, shift=1)
+    assert told[1] == Findings({0: own}, {2: other}, {0: 77.0}, {0: Weights(1.0, 2.0, 3.0)}, 1)
+    assert told[0] == Findings({}, {}, {2: 78.0}, {}, 1)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_all_members_hear_what_each_of_them_says():
     ids=["alike", "one differs", "two differ", "places differ"],
 )
 def test_most_states_are_right(states, verdict):
-    assert differing_states([Told({}, {}, each) for each in states]) == verdict
+    assert differing_states([Findings({}, {}, each) for each in states]) == verdict
 
 
 @pytest.mark.parametrize(("replicas", "culprit"), list(itertools.product((2, 3, 5), (0, 1))))
@@ -131,11 +131,11 @@ def test_a_rank_that_computes_another_gradient_each_time_cannot_be_audited():
     ],
 )
 def test_a_sum_is_what_all_have_sent(after, parts, wrong):
-    told = Told({}, {}, {}, {0: Weights(1.0, 5.0, after[0]), 1: Weights(2.0, 4.0, after[1])})
+    told = Findings({}, {}, {}, {0: Weights(1.0, 5.0, after[0]), 1: Weights(2.0, 4.0, after[1])})
     assert wrong_sum(told, 2.0**-23, parts) == wrong
-    assert wrong_sum(Told({}, {}, {}), 2.0**-23, parts) == set()
+    assert wrong_sum(Findings({}, {}, {}), 2.0**-23, parts) == set()
 
 
 def test_a_sum_of_an_overflow_is_left_to_the_scaler():
     overflow = Weights(math.inf, math.inf, math.inf)
-    assert wrong_sum(Told({}, {}, {}, {0: overflow, 1: Weights(1.0, 1.0, math.inf)}), 2.0**-23, False) == set()
+    assert wrong_sum(Findings({}, {}, {}, {0: overflow, 1: Weights(1.0, 1.0, math.inf)}), 2.0**-23, False) == set()

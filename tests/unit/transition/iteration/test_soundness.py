@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from unicron_transition.iteration.ledger import UNKNOWN
-from unicron_transition.iteration.soundness import FAR, LEAST_SEEN, Band, Marks, Trial, moved, norm_of
+from unicron_transition.iteration.soundness import FAR, LEAST_SEEN, Band, Marks, Trial, deal_elsewhere, norm_of
 
 
 def together(*marks: Marks, total: int) -> Marks:
     """What all members know, from what each of them knows."""
-    return Marks.heard([max(row) for row in zip(*(each.told(total) for each in marks), strict=True)], total)
+    return Marks.from_numbers(
+        [max(row) for row in zip(*(each.as_numbers(total) for each in marks), strict=True)], total
+    )
 
 
 def test_all_members_hear_what_any_of_them_knows():
@@ -21,7 +23,7 @@ def test_all_members_hear_what_any_of_them_knows():
     second = Marks({}, {2: 1, 3: 1}, [UNKNOWN, 2.5])
     heard = together(first, second, total=4)
     assert heard == Marks({1: 0}, {0: 0, 1: 0, 2: 1, 3: 1}, (math.inf, 2.5))
-    assert heard.suspects() == {1: 0} and heard.dropped() == {0: 0, 1: 0}
+    assert heard.suspects() == {1: 0} and heard.to_drop() == {0: 0, 1: 0}
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,7 @@ def test_all_members_hear_what_any_of_them_knows():
 )
 def test_a_gradient_that_is_unsound_or_far_larger_is_dropped(norms, dropped):
     owners = {index: index % 3 for index in range(6)}
-    assert Marks({}, owners, norms).dropped() == dropped
+    assert Marks({}, owners, norms).to_drop() == dropped
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_a_gradient_that_is_unsound_or_far_larger_is_dropped(norms, dropped):
     ids=["to the others", "all are unsound", "alone"],
 )
 def test_another_replica_computes_what_was_dropped(dropped, replicas, dealt):
-    assert moved(dropped, replicas) == dealt
+    assert deal_elsewhere(dropped, replicas) == dealt
 
 
 def test_what_is_sound_elsewhere_was_the_first_replicas_fault():
@@ -62,6 +64,13 @@ def test_what_is_unsound_in_two_replicas_is_at_fault_itself():
     trial = Trial()
     assert trial.judge(Marks({3: 0}, {3: 0}, [math.inf, 1.0]), 2) == set()
     assert trial.judge(Marks({3: 1}, {3: 1}, [1.0, math.inf]), 2) == {3}
+    assert trial.culprits(1.0) == {}
+
+
+def test_a_faulty_micro_batch_explains_the_gradient_that_it_was_in():
+    trial = Trial()
+    trial.judge(Marks({}, {0: 0, 3: 0, 1: 1}, [math.inf, 1.0]), 2)  # only the sum is known to be unsound
+    assert trial.judge(Marks({3: 1}, {0: 1, 3: 1, 1: 1}, [0.0, math.inf]), 2) == {3}
     assert trial.culprits(1.0) == {}
 
 

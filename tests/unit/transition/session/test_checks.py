@@ -5,16 +5,33 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from unicron_transition.session.checks import Checks
+from unicron_transition.iteration import audits
+from unicron_transition.iteration.audits import Digest, Weights
+from unicron_transition.session.checks import NEVER, AuditAgain, Checks
+
+
+def checks_of(audit: int, compare: int, total: int, replicas: int) -> Checks:
+    """Checks of a rank whose generation begins."""
+    member = SimpleNamespace(replicas=replicas, generation=1)
+    checks = Checks(member, SimpleNamespace(weigh=None), None, lambda: True, (audit, compare))  # type: ignore[arg-type]
+    checks.begin_iteration(total)
+    return checks
+
+
+def agree(*ranks: Checks) -> None:
+    """Let all ranks hear what they tell at the start of a generation."""
+    told = [max(row) for row in zip(*(each.statement(0) for each in ranks), strict=True)]
+    for each in ranks:
+        each.take_statements(0, told)
 
 
 def begun(audit: int, compare: int, total: int, replicas: int) -> Checks:
     """Checks of a generation whose members have agreed, and whose gradients repeat bit by bit."""
-    member = SimpleNamespace(replicas=replicas, generation=1)
-    checks = Checks(member, SimpleNamespace(weigh=None), None, lambda: True, (audit, compare))  # type: ignore[arg-type]
-    checks.begin_iteration(total)
-    checks.hear(0, [float(audit), float(compare), 0.0])
+    checks = checks_of(audit, compare, total, replicas)
+    checks._tolerance = 0.0
+    agree(checks)
     return checks
 
 
@@ -32,3 +49,43 @@ def test_nothing_is_compared_or_audited_that_is_not_wanted_or_alone():
     assert not any(map(begun(8, 0, 8, 4).compares, range(100)))
     assert not any(map(begun(8, 8, 8, 1).audits, range(100)))
     assert not any(map(begun(0, 8, 8, 4).audits, range(100)))
+
+
+def test_a_sum_that_was_wrong_once_is_summed_again_and_told():
+    checks, published = begun(1, 0, 2, 2), []
+    own = Digest(7.0, 1.0, 0.5)
+    member = checks.member
+    vars(member).update(layout=SimpleNamespace(size=1), members=[0, 1], slot=0, note=None, publish=published.append)
+    checks.gradients.own_sum, checks.state = lambda: [torch.ones(2)], SimpleNamespace(sharded=False)
+
+    def hear(after: float) -> bool:
+        checks._round.own, sums = own, Weights(0.5, 1.0, after)
+        told = [audits.pack_findings(0, 1, replica, 2, own, (1 - replica, own), None, sums) for replica in (0, 1)]
+        return checks.take_statements(3, [max(row) for row in zip(*told, strict=True)])
+
+    with pytest.raises(AuditAgain):
+        hear(after=2.0)
+    assert not published
+    hear(after=1.0)
+    assert published == ["running"] and member.note.culprit is None
+    assert member.note.text.startswith("slots 0-1 got another sum of gradients at iteration 3"), member.note.text
+    assert member.note.text.endswith("and the right one when all summed again")
+
+
+def test_who_starts_again_is_measured_by_what_the_others_know():
+    """Otherwise its error would count as noise from then on."""
+    first, second, restarted = (checks_of(1, 1, 3, 3) for _ in range(3))
+    first._tolerance = second._tolerance = 1e-7
+    agree(first, second, restarted)
+    assert [each._tolerance for each in (first, second, restarted)] == [1e-7] * 3
+    assert not restarted._calibrating and not first._calibrating
+
+
+def test_what_nobody_knows_or_could_not_be_measured_is_measured_again_when_a_rank_comes():
+    first, second = checks_of(1, 1, 2, 2), checks_of(1, 1, 2, 2)
+    agree(first, second)
+    assert first._calibrating and second._calibrating
+    first._tolerance, first.wanted = NEVER, (0, 1)
+    first.member.generation = second.member.generation = 2
+    agree(first, second)
+    assert first._calibrating and second._calibrating and first.audits(1)

@@ -147,7 +147,7 @@ def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
         set_aside=state.set_aside,
         waits=state.waits or _why_not_formed(core, view),
         nan_since=state.nan_since if state.nan_since >= 0 else None,
-        unsound_until=state.unsound.until if state.unsound is not None and not state.ended else None,
+        unsound_until=_made_again(state),
         goodput=state.goodput,
         trained_seconds=state.trained_seconds,
         lost_seconds=state.all_lost_seconds,
@@ -155,6 +155,12 @@ def _base(core: Core, state: JobState, brief: bool = False) -> schema.JobBase:
         checkpoints="" if brief else next((s.saves_in for _, _, s in view.all_ranks() if s.saves_in), ""),
         verified=None if brief else max((s.verified for _, _, s in view.all_ranks() if s.verified >= 0), default=None),
     )
+
+
+def _made_again(state: JobState) -> int | None:
+    """The iteration that it had reached when it went back, until it has made that again."""
+    reached = state.unsound.until - 1 if state.unsound is not None and not state.ended else -1
+    return reached if reached > state.iteration else None
 
 
 def _standbys(job: JobView) -> list[int]:

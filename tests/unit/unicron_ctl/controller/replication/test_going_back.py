@@ -9,6 +9,7 @@ from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.api.job_answers import job_answer
 from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.controller.replication.forming import formable, soundly
+from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.protocol import structs, wire
 from unicron_ctl.shared.protocol.structs import RankStatus, Shards
@@ -55,6 +56,22 @@ def test_all_go_back_in_the_processes_that_they_have(snapshot):
     assert not any(agent.orders(wire.StartRank) for agent in agents) and not job.failures
     assert [event.record.reason for event in world.log if event.kind in ("break", "reform", "plan")][1:] == snapshot
     world.check_replay()
+
+
+def test_status_says_so_until_the_iterations_are_made_again():
+    world, agents = trained()
+    for agent in agents:
+        go_back(agent)
+    world.run(5.0)
+    begins(agents)
+    told = job_answer(world.core, world.job(), EVERYBODY)
+    assert told.unsound_until == 13
+    assert "iterations up to 13 are made again" in status_tables.made_again(told)
+    for iteration in range(8, 14):
+        world.iterate("1", iteration)
+    world.run(0.5)
+    told = job_answer(world.core, world.job(), EVERYBODY)
+    assert told.unsound_until is None and status_tables.made_again(told) == ""
 
 
 def test_what_is_newer_is_never_begun_from_before_the_job_has_trained_past_it():
