@@ -22,9 +22,9 @@ def fetched(out: Path) -> dict[int, dict[tuple[int, int], list[int]]]:
     return found
 
 
-def exactly_once(ranks: Ranks, iterations: int, lanes: int = 1) -> None:
+def exactly_once(ranks: Ranks, iterations: int, lanes: int = 1, total: int = MICRO_BATCHES) -> None:
     """Each micro-batch is in exactly one gradient per iteration, and none is computed twice by anyone who goes on.
-    lanes: of a replica, each of which fetches its own.
+    lanes: of a replica, each of which fetches its own. total: micro-batches of an iteration.
 
     Whoever is gone without a word after the reduce has its part in the sum all the same; then what the others lack is
     exactly what it had fetched.
@@ -40,7 +40,7 @@ def exactly_once(ranks: Ranks, iterations: int, lanes: int = 1) -> None:
         if lanes > 1:  # the head says what its replica has
             dumb = {slot for slot, _ in work[iteration] if slot - slot % ranks.replica not in slots}
         silent = {index for (slot, _), has in work[iteration].items() if slot in dumb for index in has}
-        missing = set(range(MICRO_BATCHES)) - set(counts)
+        missing = set(range(total)) - set(counts)
         assert set(counts.values()) <= {1}, f"iteration {iteration} counts twice: {counts}"
         assert missing <= silent, f"iteration {iteration} lacks {missing}, which nobody had"
         for step in steps:

@@ -45,8 +45,12 @@ def blame(losses: Mapping[Link, tuple[float, float]], nodes: Collection[str]) ->
             links.append(link)
     if len(culprits) + len(links) > max(1, len(nodes) // MOST_NODES):
         return Blame()
-    named = {node: max(share for link, share in shares.items() if node in link) for node in culprits if node in nodes}
+    named = _worst_shares(culprits, nodes, shares)
     return Blame(named, {link: shares[link] for link in links if set(link) & set(nodes)})
+
+
+def _worst_shares(culprits: list[str], nodes: Collection[str], shares: Mapping[Link, float]) -> dict[str, float]:
+    return {node: max(share for link, share in shares.items() if node in link) for node in culprits if node in nodes}
 
 
 def _both_ways(losses: Mapping[Link, tuple[float, float]]) -> dict[Link, tuple[float, float]]:

@@ -92,6 +92,8 @@ class Stragglers:
         what is known of the job's noise."""
         self._slots: tuple[int, ...] = ()
         self._groups: list[list[int]] = []
+        self._entered: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        """The iteration in memory with which each rank's own ones begin."""
         self._to_skip, self._count = WARM_UP, 0
         self._apart: Floats = np.zeros((0, MEMORY))
         self._seconds: Floats = np.zeros((0, MEMORY, len(OWN_TIMES)))
@@ -100,9 +102,10 @@ class Stragglers:
 
     def observe(self, row: Row, groups: Mapping[int, Hashable] | None = None) -> Culprit | None:
         """Add one iteration, slot -> phase -> seconds for equal work, and return ``current``. groups: slot -> ranks
-        with the same value are comparable. An iteration with other slots starts again."""
+        with the same value are comparable. An iteration with other slots starts again, unless most of them stay:
+        of many ranks only some are compared at a time."""
         slots = tuple(sorted(row))
-        if slots != self._slots:
+        if slots != self._slots and (groups or not self._go_on_with(slots)):
             self.clear()
             self._begin_with(slots, groups or {})
         if self._to_skip:
@@ -118,6 +121,23 @@ class Stragglers:
             self._learn()
         return self.current
 
+    def _go_on_with(self, slots: tuple[int, ...]) -> bool:
+        """Compare other ranks of the same job from now on. A newcomer borrows the noise of another rank, not its level,
+        and is judged by its own iterations only. Returns whether enough ranks stay for that."""
+        places = {slot: place for place, slot in enumerate(self._slots)}
+        new = [number for number, slot in enumerate(slots) if slot not in places]
+        if 2 * len(new) > len(slots) or len(slots) < 2:
+            return False
+        source = [places.get(slot, number % len(places)) for number, slot in enumerate(slots)]
+        self._apart, self._seconds, self._entered = self._apart[source], self._seconds[source], self._entered[source]
+        if new and self._count:
+            self._apart[new] -= np.median(self._apart[new, : self._count], axis=1, keepdims=True)
+        self._entered[new] = self._count
+        if self._known is not None:
+            self._known = self._known._replace(around=self._known.around[source], error=self._known.error[source])
+        self._slots, self._groups = slots, [[*range(len(slots))]]
+        return True
+
     def _begin_with(self, slots: tuple[int, ...], groups: Mapping[int, Hashable]) -> None:
         self._slots = slots
         by_group = sorted(range(len(slots)), key=lambda place: str(groups.get(slots[place])))
@@ -125,6 +145,7 @@ class Stragglers:
         self._groups = [places for _, each in alike if len(places := list(each)) > 1]
         self._apart = np.zeros((len(slots), MEMORY))
         self._seconds = np.zeros((len(slots), MEMORY, len(OWN_TIMES)))
+        self._entered = np.zeros(len(slots), dtype=np.int64)
 
     def _add(self, table: Floats) -> None:
         if self._count == MEMORY:  # forget the older half
@@ -132,6 +153,7 @@ class Stragglers:
             self._apart[:, :kept] = self._apart[:, kept:]
             self._seconds[:, :kept] = self._seconds[:, kept:]
             self._count = kept
+            self._entered = np.maximum(0, self._entered - kept)
         work = np.log(np.clip(table.sum(axis=1), SMALLEST, LARGEST))
         for places in self._groups:
             self._apart[places, self._count] = work[places] - _median_of_others(work[places])
@@ -149,6 +171,7 @@ class Stragglers:
         for number in runs:
             run, quick = RUNS[number]
             heights = _heights(self._apart[:, now - run : now], quick)
+            heights[self._entered > now - run] = -np.inf
             if heights.max() <= LEAST:
                 continue
             errors = noise.errors(run)

@@ -114,6 +114,44 @@ def test_other_ranks_or_stages_begin_anew_and_are_not_compared():
     assert feed(watch, rows(2, 16))[1] is None, "it is gone"
 
 
+def chosen(table, choices, every=64):
+    """Yield the ranks of each iteration that are compared in it."""
+    for number, row in enumerate(table):
+        yield {slot: row[slot] for slot in choices[number // every % len(choices)]}
+
+
+def slow_noise(rng):
+    """Return noise of 10 % that lasts for some thirty iterations."""
+    value = 0.0
+
+    def draw(_):
+        nonlocal value
+        value = 0.97 * value + rng.gauss(0.0, 0.1 * math.sqrt(1.0 - 0.97**2))
+        return max(0.3, 1.0 + value)
+
+    return draw
+
+
+SAMPLE = range(0, 24, 2)
+CHOICES = [[*SAMPLE, *odd] for odd in ((1, 3, 5, 7), (9, 11, 13), (15, 17, 19, 21, 23))]
+
+
+def test_a_sample_of_many_ranks_that_changes_teaches_as_much_as_all():
+    watch = Stragglers()
+    noise = rows(24, 2000, slow_noise, seed=5)
+    assert feed(watch, chosen(noise, CHOICES)) == (0, None)
+    assert watch._highest.max() > 0.1 and watch._known is not None
+
+
+@pytest.mark.parametrize(("slow", "after"), [(4, 5), (9, 70)])
+def test_a_slow_rank_is_named_soon_after_it_is_compared(slow, after):
+    """Rank 9 is compared from iteration 64 of each 192 on."""
+    watch = Stragglers()
+    assert feed(watch, chosen(rows(24, 576), CHOICES)) == (0, None)
+    named, culprit = feed(watch, chosen(rows(24, after, slow={slow: TWICE}, seed=2), CHOICES))
+    assert named == 1 and culprit.slot == slow and culprit.slowdown == pytest.approx(1.9, abs=0.1)
+
+
 def test_one_rank_or_nonsense_gets_an_answer():
     assert feed(Stragglers(), rows(1, 100)) == (0, None)
     assert feed(Stragglers(), ({0: {}, 1: {}} for _ in range(100))) == (0, None)

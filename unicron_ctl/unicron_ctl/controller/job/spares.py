@@ -69,9 +69,13 @@ def entrants(view: View, job: JobView, found: Mapping[int, Sequence[int]]) -> se
 
 
 def leaving_by_swap(job: JobView, joiners: Iterable[int]) -> frozenset[int]:
-    """The elements of a suspect that these slots replace: they fill its places and all that are empty."""
-    swap, inside = job.state.swap, job.state.inside
-    if swap is None or not inside.issuperset(swap.elements):
+    """The elements of a suspect that these slots replace: they fill its places and all that are empty, and another
+    replica has the training state, which one may have lost since the swap was planned."""
+    state, swap, inside = job.state, job.state.swap, job.state.inside
+    if swap is None or state.plan is None or not inside.issuperset(swap.elements):
+        return frozenset()
+    gone = {slot for slot in state.plan.members if state.element(slot) in swap.elements}
+    if all(gone.intersection(replica) for replica in layout.replicas(state.plan.members, job.replica)):
         return frozenset()
     coming = len({slot // job.per_node for slot in joiners} - inside)
     return swap.elements if coming >= max(0, job.room) + len(swap.elements) else frozenset()

@@ -8,7 +8,7 @@ whether the node comes back. If something forbids the swap nothing moves, and th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from unicron_ctl.controller.job import spares
@@ -55,9 +55,12 @@ class SwapNotes:
     element: int = -1
     why: str = ""
     """Why it keeps its place; empty if nobody is suspected."""
+    told: set[str] = field(default_factory=set)
+    """The gists of all reasons so far."""
 
     def forget(self) -> None:
         self.element, self.why = -1, ""
+        self.told.clear()
 
 
 def advance(view: View, job: JobView, times: JobTimes, notes: SwapNotes, odd: Sequence[Standing] = ()) -> Outcome:
@@ -171,10 +174,12 @@ def _state_stays(job: JobView, gone: set[int]) -> bool:
 
 def _note_kept(job: JobState, suspect: Suspect, kept: Refusal, notes: SwapNotes, out: Outcome) -> None:
     """Record why the suspect keeps its place, once for each reason."""
-    told = notes.element == suspect.element and _gist(notes.why) == _gist(kept.why)
-    notes.element, notes.why = suspect.element, kept.why
-    if told or kept.waits:
+    if notes.element != suspect.element:
+        notes.forget()
+    notes.element, notes.why, gist = suspect.element, kept.why, _gist(kept.why)
+    if kept.waits or gist in notes.told:
         return
+    notes.told.add(gist)
     node = job.agents[suspect.element].node if suspect.element in job.agents else ""
     reason = f"{node} keeps its place although {suspect.reason}: {kept.why}"
     out.record(job, records.NodeSwap(suspect.element, node, "withheld", reason=reason))

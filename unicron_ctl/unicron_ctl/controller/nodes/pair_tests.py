@@ -58,8 +58,7 @@ class PairTests:
 def next_test(view: View, known: PairTests, listing: Listing) -> Outcome:
     """Request the test that is most worth it, if one is."""
     out = Outcome()
-    busy = {name for name, there in listing.by_node.items() if any(e.state in OCCUPIES for e in there)}
-    free = {node.name: node for node in listing.nodes if node.name not in busy and _is_free(view, node)}
+    free = _free_nodes(view, listing)
     known.idle_since = {name: known.idle_since.get(name, view.now) for name in free}
     if known.running is not None or not view.config.pair_tests or view.suspicions.doubt:
         return out
@@ -99,11 +98,21 @@ def candidates(view: View) -> list[Candidate]:
         if suspicion := readmission.suspect(view, name):
             since = known.suspected_at or max((fault.time for fault in view.state.history.of_node(name)), default=0.0)
             if tested <= since:  # a test that did not clear it is not made again without news
-                jobs = [job.job for job in view.state.jobs.values() if name in job.avoid]
-                found.append(Candidate(name, FAILURE, suspicion, since, jobs[-1] if jobs else ""))
+                found.append(Candidate(name, FAILURE, suspicion, since, _suspected_by(view, name, suspicion)))
         elif known.odd and tested < known.odd_at and view.now - known.odd_at < SUSPECT_SECONDS:
             found.append(Candidate(name, ODD, known.odd, known.odd_at, known.odd_in))
     return sorted(found, key=lambda one: (one.evidence != FAILURE, one.since, one.node))
+
+
+def _suspected_by(view: View, node: str, suspicion: str) -> str:
+    """Return the job that the evidence is of, if it is known. Others that avoid the node may not read it."""
+    whose = (job.job for job in view.state.jobs.values() if node in job.avoid and job.avoid[node].reason == suspicion)
+    return next(whose, "")
+
+
+def _free_nodes(view: View, listing: Listing) -> dict[str, NodeInfo]:
+    busy = {name for name, there in listing.by_node.items() if any(e.state in OCCUPIES for e in there)}
+    return {node.name: node for node in listing.nodes if node.name not in busy and _is_free(view, node)}
 
 
 def _is_free(view: View, node: NodeInfo) -> bool:

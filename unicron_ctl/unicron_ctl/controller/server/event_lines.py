@@ -32,7 +32,7 @@ LEVELS: dict[type[Record], int] = {
     **dict.fromkeys((records.ElementReconnected, records.HeardAgain, records.MostHeard), logging.INFO),
     **dict.fromkeys((records.NodeResumed, records.NodeEvent, records.SlurmDone, records.SlurmBack), logging.INFO),
     **dict.fromkeys((records.ActionObserved, records.ObservedWeek, records.ClusterReplanned), logging.INFO),
-    records.PairTest: logging.INFO,
+    **dict.fromkeys((records.PairTest, records.NodeSwap), logging.INFO),
     **dict.fromkeys((records.ActionsPaused, records.ActionsResumed), logging.INFO),
 }
 """Records of other kinds have no line."""

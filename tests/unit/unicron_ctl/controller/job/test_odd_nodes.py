@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.scenarios import asked, boundary
+from tests.support.slow_nodes import started, told
 from tests.support.world import World
-from tests.unit.unicron_ctl.controller.job.test_swaps import started, told
 from unicron_ctl.controller.sense.outliers import Standing
 from unicron_ctl.controller.sense.timing import Slow
 

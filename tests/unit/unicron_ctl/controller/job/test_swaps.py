@@ -5,33 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tests.support.plain_agent import PlainAgent
-from tests.support.scenarios import asked, boundary, power_off, recorded, trained
+from tests.support.scenarios import asked, boundary, power_off, recorded, restart_controller
+from tests.support.slow_nodes import slow, started, told
 from tests.support.world import FakeAgent, World
 from unicron_ctl.controller.api import answers
 from unicron_ctl.controller.job import spares
 from unicron_ctl.controller.model.asker import EVERYBODY
-from unicron_ctl.controller.sense.timing import Slow
 from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.log import records
-
-
-def started(nodes: int = 4, free: int | None = 1, wanted: int = 1, **settings) -> tuple[World, list[FakeAgent]]:
-    world, agents = trained(nodes, free, spares=wanted, **settings)
-    world.run(2.0)
-    assert world.job().phase == "running" and spares.standing(world.core.view.job(world.job()))
-    return world, agents
-
-
-def slow(world: World, slot: int, cost: float = 100.0) -> None:
-    """The slot has cost the job so many seconds, as its times have shown."""
-    times = world.core.runtimes["1"].sensors.times
-    node = world.job().node(slot)
-    times.straggler = Slow(world.now, 9, slot, node, "backward", 2.0, f"slot {slot} takes twice as long")
-    times.straggler_cost = cost
-
-
-def told(world: World) -> list[tuple[str, str]]:
-    return [(record.state, record.reason) for record in recorded(world, records.NodeSwap)]
+from unicron_ctl.shared.settings.config import PartitionConfig
+from unicron_ctl.shared.settings.partitions import OBSERVE
 
 
 def test_the_spare_is_in_before_the_slow_node_leaves_and_nobody_stops(snapshot):
@@ -121,6 +104,20 @@ def test_a_lost_node_has_the_spare_before_a_slow_one():
     assert 1 in world.job().members and 4 in world.job().members
 
 
+def test_the_last_one_with_the_state_stays_until_a_spare_has_it_too():
+    """The other one was lost once the swap was planned: all spares would enter beside the slow one, and none was left
+    for its place."""
+    world, _ = started(nodes=4, wanted=2)
+    slow(world, 1)
+    world.run(0.5)
+    assert world.job().swap is not None
+    power_off(world, "n1")
+    for _ in range(8):
+        world.run(3.0)
+        boundary(world, 1.0)
+    assert sorted(world.job().members) == [2, 3] and asked(world.slurm, "requeue_hold") == ["n2"]
+
+
 def test_all_nodes_of_a_replica_leave_together_and_only_the_slow_one_is_a_suspect():
     world, _ = started(nodes=6, wanted=2, free=1, ranks=1, replica=2)
     slow(world, 1)
@@ -161,3 +158,37 @@ def test_what_nothing_tells_apart_stays_together():
     world.core.runtimes["1"].sensors.times.unclear = "its replica is on n1, n2"
     world.run(1.0)
     assert world.job().swap is None and "its replica is on" in told(world)[-1][1]
+
+
+def test_a_spare_that_comes_and_goes_is_told_once():
+    world, agents = started()
+    slow(world, 1, 1.0)
+    for _ in range(4):
+        agents[3].die(3)
+        world.run(0.5)
+        agents[3].set(3, state="waiting")
+        world.run(0.5)
+    assert [state for state, _ in told(world)] == ["withheld"]
+
+
+def test_a_restarted_controller_ends_the_swap():
+    world, _ = started()
+    slow(world, 1)
+    world.run(0.5)
+    assert world.job().swap is not None
+    restart_controller(world)
+    assert world.job().swap is not None
+    world.run(3.0)
+    boundary(world, 3.0)
+    assert sorted(world.job().members) == [0, 2, 3] and world.job().swap is None
+    assert asked(world.slurm, "requeue_hold") == ["n2"]
+
+
+def test_where_the_admin_only_observes_nothing_moves():
+    world, _ = started(config={"partitions": {"default": PartitionConfig(max_weight=100.0, mode=OBSERVE)}})
+    slow(world, 1)
+    world.run(10.0)
+    boundary(world, 3.0)
+    assert world.job().swap is None and sorted(world.job().members) == [0, 1, 2] and not world.slurm.calls
+    assert [state for state, _ in told(world)] == ["withheld"]
+    assert [record.node for record in recorded(world, records.ActionObserved) if record.node] == ["n2"]

@@ -7,7 +7,7 @@ import pytest
 from tests.support.scenarios import recorded
 from tests.support.world import FakeSlurm, World
 from unicron_ctl.controller.model.requests import TestPairs
-from unicron_ctl.controller.nodes.pair_tests import AGAIN_SECONDS, IDLE_SECONDS
+from unicron_ctl.controller.nodes.pair_tests import AGAIN_SECONDS, IDLE_SECONDS, candidates
 from unicron_ctl.shared.log import records
 from unicron_ctl.shared.slurm.pairs import Findings, PairTest
 from unicron_detector.health.pair_test import Judgement, learned_limit
@@ -86,6 +86,23 @@ def test_a_suspect_comes_before_a_node_that_only_stood_out_and_suspects_are_no_p
     suspected(world, "n2")
     world.run(2 * IDLE_SECONDS)
     assert [(one.node, one.partners) for one in world.pair_tests] == [("n2", ("n3", "n4", "n5"))]
+
+
+def test_a_suspect_is_tested_in_the_name_of_the_job_that_suspects_it():
+    """Another job that avoids the node may be another user's, who must not read the first one's failures."""
+    world = cluster(6)
+    for job in ("1", "2"):
+        world.slurm.submit(job, 1)
+        world.run(2.0)
+        world.start_job(job, nodes=1)
+    avoided = {"1": (True, "job 1 leaves n5: AssertionError: loss of project X"), "2": (False, "job 2 leaves n5")}
+    for job, (suspect, reason) in avoided.items():
+        world.core.append(job, 1, records.NodeAvoided(9, "n5", suspect=suspect, reason=reason))
+    (found,) = candidates(world.core.view)
+    assert (found.node, found.job, found.why) == ("n5", "1", avoided["1"][1])
+    gone = world.core.state.jobs.pop("1")
+    assert candidates(world.core.view)[0].job == ""
+    world.core.state.jobs["1"] = gone
 
 
 def test_a_bad_node_is_drained_and_stays_so():
