@@ -102,7 +102,9 @@ class Trial:
     """The tries of one iteration."""
 
     norm: float = math.inf
-    """The norm of the gradient that was no step."""
+    """The norm of this rank's part of the gradient that was no step."""
+    witnesses: Sequence[int] = ()
+    """Slots of the ranks that saw in their own parts that it was none."""
     suspects: dict[int, int] = field(default_factory=dict)
     """Index -> the replica in which it was unsound first."""
     faulty: set[int] = field(default_factory=set)

@@ -114,9 +114,15 @@ class Trials:
     def retry(self, ledger: Ledger, mine: Marks, loss: float) -> Retry:
         """Agree with all members on the next try; collective. Raises :class:`UnsoundIteration` if there is none, and
         PeerLost or RuntimeError if a member is gone."""
-        trial = self._trial = self._trial or Trial(self._norm if math.isfinite(loss) else math.inf)
-        replicas, replica = self._member.replicas, self._member.replica
-        marks = Marks.heard(self._exchange.most(mine.told(ledger.total)), ledger.total)
+        members = self._member.members
+        saw = [1.0 if self.unsound and slot == self._member.slot else UNKNOWN for slot in members]
+        told = mine.told(ledger.total)
+        heard = self._exchange.most([*told, *saw])
+        if self._trial is None:
+            witnesses = [slot for slot, seen in zip(members, heard[len(told) :], strict=True) if seen != UNKNOWN]
+            self._trial = Trial(self._norm if math.isfinite(loss) else math.inf, witnesses)
+        trial, replicas, replica = self._trial, self._member.replicas, self._member.replica
+        marks = Marks.heard(heard[: len(told)], ledger.total)
         if faulty := trial.judge(marks, replicas):
             return self._without(ledger, faulty)
         if trial.tries > MOST_TRIALS:
@@ -176,8 +182,9 @@ class Trials:
             return
         size, members = self._member.layout.size, self._member.members
         culprits = trial.culprits(self._norm)
-        innocent = [slot for slot in members if members.index(slot) // size not in culprits.values()]
-        if self._member.slot != min(innocent or members):
+        # of shards, only the ranks with the unsound part know how large it was before
+        innocent = [slot for slot in trial.witnesses if members.index(slot) // size not in culprits.values()]
+        if self._member.slot != min(innocent or trial.witnesses or members):
             return
         for replica in sorted(set(culprits.values())):
             indices = [index for index, of in culprits.items() if of == replica]
