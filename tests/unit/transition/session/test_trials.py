@@ -1,0 +1,57 @@
+"""What the ranks of one job say together about an iteration that was no step."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from unicron_transition.iteration.ledger import Ledger
+from unicron_transition.session.trials import OnBadBatch, Trials
+
+TOTAL, SIZE = 4, 2  # micro-batches; ranks of a replica
+
+
+class _Rank:
+    """A rank of two replicas with shards. norm: of its part of the reduced gradient."""
+
+    def __init__(self, slot: int):
+        self.ledger = Ledger(7, TOTAL, [], done=[index for index in range(TOTAL) if index % 2 == slot // SIZE])
+        self.norm = self.own = 1.0
+        self.notes = []
+        layout = SimpleNamespace(size=SIZE, lanes=1)
+        self.member = SimpleNamespace(
+            slot=slot, members=list(range(4)), replicas=2, replica=slot // SIZE, layout=layout, note=None, publish=print
+        )
+        gradients = SimpleNamespace(norm=lambda: self.norm, own_norm=lambda: self.own)
+        self.heard = []
+        exchange = SimpleNamespace(most=lambda numbers: self.heard)
+        self.trials = Trials(self.member, exchange, gradients, None, OnBadBatch.END, False)  # type: ignore[arg-type]
+
+    def tell(self):
+        told = []
+        self.trials._exchange.most = lambda numbers: told.extend(numbers) or 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            self.trials.retry(self.ledger, self.trials.marks(self.ledger, True), 2.0)
+        self.trials._exchange.most = lambda numbers: self.heard
+        return told
+
+
+@pytest.mark.parametrize("place", range(SIZE))
+def test_a_number_that_only_one_shard_has_names_its_replica(place):
+    ranks = [_Rank(slot) for slot in range(4)]
+    for slot in (place, SIZE + place):  # the reduce spreads it to the ranks at the same place
+        ranks[slot].norm = math.nan
+    ranks[SIZE + place].own = math.nan
+    for rank in ranks:
+        rank.trials.note_reduced(2.0)
+    heard = [max(row) for row in zip(*(rank.tell() for rank in ranks), strict=True)]
+    for rank in ranks:
+        rank.heard = heard
+        rank.trials.retry(rank.ledger, rank.trials.marks(rank.ledger, True), 2.0)
+        rank.norm = rank.own = 1.0
+        rank.trials.note_reduced(2.0)
+        rank.trials.settle(rank.ledger)
+    notes = [rank.member.note for rank in ranks if rank.member.note is not None]
+    assert [(note.type, note.culprit) for note in notes] == [("UnsoundRank", SIZE)]
