@@ -42,6 +42,11 @@ class CorruptState(Exception):
         self.verdict = verdict
 
 
+class LastingCorruption(UnsoundIteration):
+    """Raised in all ranks if going back does not help. The job ends: new processes would measure anew how well
+    gradients repeat, and take the fault for noise."""
+
+
 class AuditAgain(Exception):
     """The audit's first round shows a difference: the iteration is computed once more, with other auditors."""
 
@@ -237,11 +242,11 @@ class Checks:
 
     def count_return(self, iteration: int) -> None:
         """Count that all ranks go back because of what they have found in `iteration`. Raises
-        :class:`UnsoundIteration` if they have done so in vain."""
+        :class:`LastingCorruption` if they have done so in vain."""
         self._returns = self._returns + 1 if iteration <= self._furthest else 1
         self._furthest = max(self._furthest, iteration)
         if self._returns > MOST_RETURNS:
-            raise UnsoundIteration(
+            raise LastingCorruption(
                 f"the training went back {MOST_RETURNS} times to a sound state, and came no further than iteration "
                 f"{self._furthest}: look at what `unicronctl events` says of it, and test its nodes (unicronctl "
                 "pair-test)"

@@ -38,7 +38,7 @@ from unicron_transition.iteration.ledger import Ledger, LedgerError, StepResult
 from unicron_transition.iteration.soundness import UnsoundIteration
 from unicron_transition.seams.dtensors import local
 from unicron_transition.seams.table import UnsupportedLayout
-from unicron_transition.session.checks import AuditAgain, Checks, CorruptState
+from unicron_transition.session.checks import AuditAgain, Checks, CorruptState, LastingCorruption
 from unicron_transition.session.checks import settings as check_settings
 from unicron_transition.session.evaluation import Evaluations
 from unicron_transition.session.handover import Handover
@@ -257,8 +257,12 @@ class Training:
             except _Unsound:
                 again = True
             except CorruptState as found:
-                self._checks.count_return(self._at.ledger.iteration)
                 self._member.note = self._checks.fault(found.verdict, self._at.ledger.iteration)
+                try:
+                    self._checks.count_return(self._at.ledger.iteration)
+                except LastingCorruption:
+                    self._persistence.go_back()  # whoever begins again must not find what was kept since
+                    raise
                 self.go_back()
             except AuditAgain:
                 self._leave_try()

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from unicron_transition.session.checks import Checks
+from unicron_detector.processes.rank_messages import LASTING_CORRUPTION
+from unicron_transition.session.checks import MOST_RETURNS, Checks, LastingCorruption
 
 
 def begun(audit: int, compare: int, total: int, replicas: int) -> Checks:
@@ -32,3 +33,12 @@ def test_nothing_is_compared_or_audited_that_is_not_wanted_or_alone():
     assert not any(map(begun(8, 0, 8, 4).compares, range(100)))
     assert not any(map(begun(8, 8, 8, 1).audits, range(100)))
     assert not any(map(begun(0, 8, 8, 4).audits, range(100)))
+
+
+def test_who_goes_back_and_comes_no_further_gives_up():
+    checks = begun(8, 8, 8, 4)
+    for iteration in [5, *range(10, 10 - MOST_RETURNS, -1)]:
+        checks.count_return(iteration)
+    with pytest.raises(LastingCorruption) as raised:
+        checks.count_return(10)
+    assert type(raised.value).__name__ == LASTING_CORRUPTION
