@@ -234,6 +234,12 @@ class Checks:
                     f"gradients are not audited: {found.trouble}. fetch(iteration, index) and forward_step must depend "
                     "on these two numbers alone; if they do, a rank computes wrongly: unicronctl pair-test"
                 )
+        elif found.between and first:
+            warn(
+                "two ranks compute other gradients of the same micro-batch, each of them repeatably: up to "
+                f"{found.tolerance:.1e} of their norm counts as equal. Unless their devices are of different kinds, "
+                "a rank computes wrongly: unicronctl pair-test"
+            )
         elif found.tolerance and first:
             inform(
                 f"gradients do not repeat bit by bit here: up to {found.tolerance:.1e} of their norm counts as equal"
