@@ -188,7 +188,7 @@ class Checks:
             self._agreed = int(numbers[0]), int(numbers[1])
             self._calibrating, self._generation = numbers[2] > 0, self.member.generation
             return False
-        replicas, audited = self.member.replicas, self._round.own is not None
+        replicas, audited, compared = self.member.replicas, self._round.own is not None, self.compares(iteration)
         told = audits.hear(numbers, self.member.layout.size, replicas, self.shift())
         self._rounds.append(told)
         if (verdict := audits.differing_states(told)) is not None:
@@ -196,7 +196,7 @@ class Checks:
         if audited and not self._judge(replicas):
             return False
         self._rounds = []
-        return self.compares(iteration) and (audited or not self._agreed[0])
+        return compared and (audited or not self._agreed[0])
 
     def _judge(self, replicas: int) -> bool:
         """Judge the rounds so far; returns whether their gradients count."""

@@ -156,9 +156,9 @@ class Trials:
         if self._on_bad is OnBadBatch.END or not left:
             name_micro_batch(error, ledger.iteration, first)
             raise error
-        if self._member.replica == 0:
-            text = f"not finite {where}, so its data or the model is at fault: it is left out (on_bad_batch=skip)"
-            for index in sorted(faulty):
+        text = f"not finite {where}, so its data or the model is at fault: it is left out (on_bad_batch=skip)"
+        for number, index in enumerate(sorted(faulty)):
+            if number % self._member.replicas == self._member.replica:  # a rank's next note takes the place of its last
                 self._report("UnsoundMicroBatch", text, ledger.iteration, index)
         own = deal(len(left), self._member.replicas, self._member.replica, self._member.layout.lanes)
         return Retry(True, [left[one] for one in own], ledger.skipped | faulty)
@@ -184,9 +184,11 @@ class Trials:
         culprits = trial.culprits(self._norm)
         # of shards, only the ranks with the unsound part know how large it was before
         innocent = [slot for slot in trial.witnesses if members.index(slot) // size not in culprits.values()]
-        if self._member.slot != min(innocent or trial.witnesses or members):
-            return
-        for replica in sorted(set(culprits.values())):
+        others = innocent or list(trial.witnesses) or members
+        by = [*sorted(others), *(slot for slot in members if slot not in others)]
+        for reporter, replica in zip(by, sorted(set(culprits.values())), strict=False):
+            if self._member.slot != reporter:  # each names one: a rank's next note takes the place of its last
+                continue
             indices = [index for index, of in culprits.items() if of == replica]
             slots = members[replica * size : (replica + 1) * size]
             text = (

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from unicron_detector.processes.rank_messages import LASTING_CORRUPTION
+from unicron_transition.iteration.audits import Digest, tell
 from unicron_transition.session.checks import MOST_RETURNS, Checks, LastingCorruption
 
 
@@ -42,3 +43,14 @@ def test_who_goes_back_and_comes_no_further_gives_up():
     with pytest.raises(LastingCorruption) as raised:
         checks.count_return(10)
     assert type(raised.value).__name__ == LASTING_CORRUPTION
+
+
+def test_the_audit_that_calibrates_verifies_a_state_too():
+    checks = begun(256, 64, 8, 2)
+    checks._calibrating = True
+    checks.member.layout, checks.state = SimpleNamespace(size=1), SimpleNamespace(sharded=False)
+    checks.gradients.own_sum = list
+    digest = Digest(1.0, 1.0, 1.0)
+    checks._round.own = digest
+    rows = [tell(0, 1, replica, 2, digest, (1 - replica, digest), 5.0) for replica in range(2)]
+    assert checks.hear(1, [max(pair) for pair in zip(*rows, strict=True)])

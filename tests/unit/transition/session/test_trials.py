@@ -46,6 +46,11 @@ def test_a_number_that_only_one_shard_has_names_its_replica(place):
     ranks[SIZE + place].own = math.nan
     for rank in ranks:
         rank.trials.note_reduced(2.0)
+    assert try_again(ranks) == [("UnsoundRank", SIZE)]
+
+
+def try_again(ranks):
+    """All try again, and succeed; returns what they note."""
     heard = [max(row) for row in zip(*(rank.tell() for rank in ranks), strict=True)]
     for rank in ranks:
         rank.heard = heard
@@ -53,5 +58,12 @@ def test_a_number_that_only_one_shard_has_names_its_replica(place):
         rank.norm = rank.own = 1.0
         rank.trials.note_reduced(2.0)
         rank.trials.settle(rank.ledger)
-    notes = [rank.member.note for rank in ranks if rank.member.note is not None]
-    assert [(note.type, note.culprit) for note in notes] == [("UnsoundRank", SIZE)]
+    return [(rank.member.note.type, rank.member.note.culprit) for rank in ranks if rank.member.note is not None]
+
+
+def test_several_culprits_are_named_by_several_ranks():
+    ranks = [_Rank(slot) for slot in range(4)]
+    for rank in ranks:
+        rank.norm = rank.own = math.nan
+        rank.trials.note_reduced(2.0)
+    assert sorted(try_again(ranks)) == [("UnsoundRank", 0), ("UnsoundRank", SIZE)]
