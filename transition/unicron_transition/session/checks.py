@@ -106,6 +106,11 @@ class Checks:
         each = max(1, -(-every * replicas // total))  # iterations: a replica has total / replicas of them
         return self._calibrating or bool(self._rounds) or iteration % each == 0
 
+    @property
+    def verifies(self) -> bool:
+        """Whether the replicas compare their states at all; the same in all members."""
+        return self._agreed[1] > 0 and self.member.replicas > 1 and self._generation == self.member.generation
+
     def compares(self, iteration: int) -> bool:
         """Whether the replicas compare their states in this iteration; the same in all members. They do so in each
         audit, which verifies a state only with that. The other way round, an audit in each comparison would cost more

@@ -176,6 +176,7 @@ class Training:
         self._reporter.share = lambda: self._pacing.share
         wanted = check_settings() if self._channel is not None else (0, 0)
         self._checks = Checks(self._member, self._gradients, self._state, lambda: self._exchange.tells(), wanted)
+        self._trials.can_go_back = lambda: self._checks.verifies
         self._member.report = self._reporter.status
         if self._channel is not None:
             self._channel.progress = self._reporter.progress

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -71,6 +72,8 @@ class Trials:
         self._apart: dict[int, int] = {}  # index -> replica, of what was unsound when it was computed alone
         self.unsound = False
         """This rank has seen that the reduced iteration is no step."""
+        self.can_go_back: Callable[[], bool] = lambda: False
+        """Whether states are verified, to which all members can go back; the same in all of them."""
 
     @property
     def under_way(self) -> bool:
@@ -113,7 +116,9 @@ class Trials:
 
     def retry(self, ledger: Ledger, mine: Marks, loss: float) -> Retry:
         """Agree with all members on the next try; collective. Raises :class:`UnsoundIteration` if there is none, and
-        PeerLost or RuntimeError if a member is gone."""
+        PeerLost or RuntimeError if a member is gone; :class:`CorruptState` if parameters are not finite."""
+        if self._trial is None and self.can_go_back():  # else its images and files would hold such numbers as well
+            self._check_parameters()
         members = self._member.members
         saw = [1.0 if self.unsound and slot == self._member.slot else UNKNOWN for slot in members]
         told = mine.told(ledger.total)

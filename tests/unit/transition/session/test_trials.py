@@ -6,8 +6,10 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from unicron_transition.iteration.ledger import Ledger
+from unicron_transition.session.checks import CorruptState
 from unicron_transition.session.trials import OnBadBatch, Trials
 
 TOTAL, SIZE = 4, 2  # micro-batches; ranks of a replica
@@ -67,3 +69,16 @@ def test_several_culprits_are_named_by_several_ranks():
         rank.norm = rank.own = math.nan
         rank.trials.note_reduced(2.0)
     assert sorted(try_again(ranks)) == [("UnsoundRank", 0), ("UnsoundRank", SIZE)]
+
+
+def test_all_go_back_if_the_parameters_of_one_replica_are_not_finite():
+    rank = _Rank(2)
+    rank.norm = rank.own = math.nan
+    parameters = [torch.ones(3), torch.tensor([1.0, math.inf])]
+    rank.trials._state = SimpleNamespace(trees=[SimpleNamespace(parameters=parameters)])
+    rank.trials._exchange.most = list  # nobody else says anything
+    rank.trials.can_go_back = lambda: True
+    rank.trials.note_reduced(2.0)
+    with pytest.raises(CorruptState) as raised:
+        rank.trials.retry(rank.ledger, rank.trials.marks(rank.ledger, True), 2.0)
+    assert (raised.value.verdict.what, raised.value.verdict.culprits) == ("number", {1})
