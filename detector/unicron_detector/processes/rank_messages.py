@@ -113,6 +113,7 @@ TO_RANK: dict[str, type[ToRank]] = {
 # Types of a note: what ranks have proved about a result that is not sound, by computing it again or by comparing.
 UNSOUND_MICRO_BATCH = "UnsoundMicroBatch"  # not finite wherever it is computed: the data's or the model's fault
 UNSOUND_RANK = "UnsoundRank"  # not finite on `culprit` alone
+LASTING_CORRUPTION = "LastingCorruption"  # ends all ranks: they went back to a sound state in vain
 SILENT_CORRUPTION = "SilentCorruption"  # finite, and not what other ranks have; `culprit` is wrong
 
 

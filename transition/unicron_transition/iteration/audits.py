@@ -210,6 +210,8 @@ class Calibration:
     """Relative difference up to which gradients are equal."""
     trouble: str = ""
     """The reason why nothing can be audited."""
+    between: bool = False
+    """Ranks differ from each other by far more than each does from itself: no noise explains that."""
 
 
 def calibrate(rounds: Sequence[Sequence[Findings]], replicas: int) -> Calibration:
@@ -221,7 +223,7 @@ def calibrate(rounds: Sequence[Sequence[Findings]], replicas: int) -> Calibratio
             other = max([other, *(told.own[of].distance(each) for of, each in told.audited.items() if of in told.own)])
     noise = max(again, other)
     if noise <= MOST_NOISE:
-        return Calibration(MARGIN * noise)
+        return Calibration(MARGIN * noise, between=other > MARGIN * again)
     if again > MOST_NOISE:
         return Calibration(0.0, "one rank computes another gradient when it computes a micro-batch again")
     return Calibration(0.0, "two ranks compute other gradients of the same micro-batch, each of them repeatably")

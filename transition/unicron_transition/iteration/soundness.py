@@ -102,7 +102,9 @@ class Trial:
     """The tries of one iteration."""
 
     norm: float = math.inf
-    """The norm of the gradient that was no step."""
+    """The norm of this rank's part of the gradient that was no step."""
+    witnesses: Sequence[int] = ()
+    """Slots of the ranks that saw in their own parts that it was none."""
     suspects: dict[int, int] = field(default_factory=dict)
     """Index -> the replica in which it was unsound first."""
     faulty: set[int] = field(default_factory=set)
@@ -126,11 +128,13 @@ class Trial:
         """Whether a sound try with this norm has the gradient that was no step: then it was right."""
         return math.isfinite(self.norm) and norm > self.norm / 2
 
-    def culprits(self, norm: float) -> dict[int, int]:
+    def culprits(self, norm: float, replicas: int) -> dict[int, int]:
         """Return index -> replica of what was unsound there and is sound elsewhere, after a sound try with this norm.
-        Nothing of a replica whose gradient had a faulty micro-batch in it, which explains the rest; and nothing at all
-        if the gradient is as large as before: then it is right."""
-        if self.repeats(norm):
+        Nothing of a replica whose gradient had a faulty micro-batch in it, which explains the rest. Nothing at all if
+        the gradient is as large as before: then it is right; nor if three or more replicas all had something unsound,
+        for that has a common cause."""
+        all_of_many = len(set(self.suspects.values())) == replicas > 2
+        if self.repeats(norm) or all_of_many:
             return {}
         explained = {self.suspects[index] for index in self.faulty if index in self.suspects}
         return {index: replica for index, replica in self.suspects.items() if replica not in explained}

@@ -43,6 +43,11 @@ class CorruptState(Exception):
         self.verdict = verdict
 
 
+class LastingCorruption(UnsoundIteration):
+    """Raised in all ranks if going back does not help. The job ends: new processes would measure anew how well
+    gradients repeat, and take the fault for noise."""
+
+
 class AuditAgain(Exception):
     """The audit's first round shows a difference: the iteration is computed once more, with other auditors."""
 
@@ -101,6 +106,11 @@ class Checks:
             return False
         each = max(1, -(-every * replicas // total))  # iterations: a replica has total / replicas of them
         return self._calibrating or bool(self._rounds) or iteration % each == 0
+
+    @property
+    def verifies(self) -> bool:
+        """Whether the replicas compare their states at all; the same in all members."""
+        return self._agreed[1] > 0 and self.member.replicas > 1 and self._generation == self.member.generation
 
     def compares(self, iteration: int) -> bool:
         """Whether the replicas compare their states in this iteration; the same in all members. They do so in each
@@ -185,7 +195,7 @@ class Checks:
             self._agreed, self._generation = (int(numbers[0]), int(numbers[1])), self.member.generation
             self._agree_on_tolerance(some_new=numbers[2] > 0, largest=numbers[3])
             return False
-        replicas, audited = self.member.replicas, self._round.own is not None
+        replicas, audited, compared = self.member.replicas, self._round.own is not None, self.compares(iteration)
         told = audits.unpack_findings(numbers, self.member.layout.size, replicas, self.shift())
         self._rounds.append(told)
         if (verdict := audits.differing_states(told)) is not None:
@@ -195,7 +205,7 @@ class Checks:
         if audited and len(self._rounds) == ROUNDS:
             self._note_mended(self._wrong_sums(self._rounds[0]), iteration)
         self._rounds = []
-        return self.compares(iteration) and (audited or not self._agreed[0])
+        return compared and (audited or not self._agreed[0])
 
     def _agree_on_tolerance(self, some_new: bool, largest: float) -> None:
         """Take the tolerance that others have measured. Measured again, it would be the error of a rank that computes
@@ -249,6 +259,12 @@ class Checks:
                     f"gradients are not audited: {found.trouble}. fetch(iteration, index) and forward_step must depend "
                     "on these two numbers alone; if they do, a rank computes wrongly: unicronctl pair-test"
                 )
+        elif found.between and first:
+            warn(
+                "two ranks compute other gradients of the same micro-batch, each of them repeatably: up to "
+                f"{found.tolerance:.1e} of their norm counts as equal. Unless their devices are of different kinds, "
+                "a rank computes wrongly: unicronctl pair-test"
+            )
         elif found.tolerance and first:
             inform(
                 f"gradients do not repeat bit by bit here: up to {found.tolerance:.1e} of their norm counts as equal"
@@ -257,11 +273,11 @@ class Checks:
 
     def count_return(self, iteration: int) -> None:
         """Count that all ranks go back because of what they have found in `iteration`. Raises
-        :class:`UnsoundIteration` if they have done so in vain."""
+        :class:`LastingCorruption` if they have done so in vain."""
         self._returns = self._returns + 1 if iteration <= self._furthest else 1
         self._furthest = max(self._furthest, iteration)
         if self._returns > MOST_RETURNS:
-            raise UnsoundIteration(
+            raise LastingCorruption(
                 f"the training went back {MOST_RETURNS} times to a sound state, and came no further than iteration "
                 f"{self._furthest}: look at what `unicronctl events` says of it, and test its nodes (unicronctl "
                 "pair-test)"

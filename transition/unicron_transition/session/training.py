@@ -38,7 +38,7 @@ from unicron_transition.iteration.ledger import Ledger, LedgerError, StepResult
 from unicron_transition.iteration.soundness import UnsoundIteration
 from unicron_transition.seams.dtensors import local
 from unicron_transition.seams.table import UnsupportedLayout
-from unicron_transition.session.checks import AuditAgain, Checks, CorruptState
+from unicron_transition.session.checks import AuditAgain, Checks, CorruptState, LastingCorruption
 from unicron_transition.session.checks import settings as check_settings
 from unicron_transition.session.evaluation import Evaluations
 from unicron_transition.session.handover import Handover
@@ -176,6 +176,7 @@ class Training:
         self._reporter.share = lambda: self._pacing.share
         wanted = check_settings() if self._channel is not None else (0, 0)
         self._checks = Checks(self._member, self._gradients, self._state, lambda: self._exchange.tells(), wanted)
+        self._trials.can_go_back = lambda: self._checks.verifies
         self._member.report = self._reporter.status
         if self._channel is not None:
             self._channel.progress = self._reporter.progress
@@ -257,8 +258,12 @@ class Training:
             except _Unsound:
                 again = True
             except CorruptState as found:
-                self._checks.count_return(self._at.ledger.iteration)
                 self._member.note = self._checks.fault(found.verdict, self._at.ledger.iteration)
+                try:
+                    self._checks.count_return(self._at.ledger.iteration)
+                except LastingCorruption:
+                    self._persistence.go_back()  # whoever begins again must not find what was kept since
+                    raise
                 self.go_back()
             except AuditAgain:
                 self._leave_try()

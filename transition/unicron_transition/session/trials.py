@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -71,6 +72,8 @@ class Trials:
         self._apart: dict[int, int] = {}  # index -> replica, of what was unsound when it was computed alone
         self.unsound = False
         """This rank has seen that the reduced iteration is no step."""
+        self.can_go_back: Callable[[], bool] = lambda: False
+        """Whether states are verified, to which all members can go back; the same in all of them."""
 
     @property
     def under_way(self) -> bool:
@@ -113,10 +116,18 @@ class Trials:
 
     def retry(self, ledger: Ledger, mine: Marks, loss: float) -> Retry:
         """Agree with all members on the next try; collective. Raises :class:`UnsoundIteration` if there is none, and
-        PeerLost or RuntimeError if a member is gone."""
-        trial = self._trial = self._trial or Trial(self._norm if math.isfinite(loss) else math.inf)
-        replicas, replica = self._member.replicas, self._member.replica
-        marks = Marks.from_numbers(self._exchange.most(mine.as_numbers(ledger.total)), ledger.total)
+        PeerLost or RuntimeError if a member is gone; :class:`CorruptState` if parameters are not finite."""
+        if self._trial is None and self.can_go_back():  # else its images and files would hold such numbers as well
+            self._check_parameters()
+        members = self._member.members
+        saw = [1.0 if self.unsound and slot == self._member.slot else UNKNOWN for slot in members]
+        told = mine.as_numbers(ledger.total)
+        heard = self._exchange.most([*told, *saw])
+        if self._trial is None:
+            witnesses = [slot for slot, seen in zip(members, heard[len(told) :], strict=True) if seen != UNKNOWN]
+            self._trial = Trial(self._norm if math.isfinite(loss) else math.inf, witnesses)
+        trial, replicas, replica = self._trial, self._member.replicas, self._member.replica
+        marks = Marks.from_numbers(heard[: len(told)], ledger.total)
         if faulty := trial.judge(marks, replicas):
             return self._without(ledger, faulty)
         if trial.tries > MOST_TRIALS:
@@ -177,17 +188,21 @@ class Trials:
         if trial is None:
             return
         size, members = self._member.layout.size, self._member.members
-        culprits = trial.culprits(self._norm)
-        innocent = [slot for slot in members if members.index(slot) // size not in culprits.values()]
-        if self._member.slot != min(innocent or members):
-            return
-        if not culprits and not trial.faulty and not trial.repeats(self._norm):
+        culprits = trial.culprits(self._norm, self._member.replicas)
+        if not trial.suspects and not trial.faulty and not trial.repeats(self._norm):
             text = (
                 f"the sum of the gradients of iteration {ledger.iteration} was not sound, and it was when summed "
                 "again: what each rank had computed is not at fault, so check the links between the nodes"
             )
-            self._report("SilentCorruption", text, ledger.iteration)
-        for replica in sorted(set(culprits.values())):
+            if self._member.slot == min(trial.witnesses or members):
+                self._report("SilentCorruption", text, ledger.iteration)
+        # of shards, only the ranks with the unsound part know how large it was before
+        innocent = [slot for slot in trial.witnesses if members.index(slot) // size not in culprits.values()]
+        others = innocent or list(trial.witnesses) or members
+        by = [*sorted(others), *(slot for slot in members if slot not in others)]
+        for reporter, replica in zip(by, sorted(set(culprits.values())), strict=False):
+            if self._member.slot != reporter:  # each names one: a rank's next note takes the place of its last
+                continue
             indices = [index for index, of in culprits.items() if of == replica]
             slots = members[replica * size : (replica + 1) * size]
             text = (

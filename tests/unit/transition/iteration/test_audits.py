@@ -113,6 +113,14 @@ def test_the_start_measures_how_well_gradients_repeat(wrong, tolerance, trouble)
     assert found.tolerance == pytest.approx(tolerance, rel=0.1) and found.trouble.endswith(trouble)
 
 
+def test_what_ranks_repeat_and_others_do_not_is_no_noise():
+    apart = calibrate([round_of(2, 1, lambda who, of, number: Digest(who, 1.0 + 1e-4 * who, 0.5))] * 2, 2)
+    assert apart.between and apart.tolerance == pytest.approx(1e-3, rel=0.1)
+    each = itertools.count()
+    noisy = [round_of(2, 1, lambda who, of, _: Digest(next(each), 1.0 + 1e-5 * (next(each) % 3), 0.5)) for _ in "12"]
+    assert not calibrate(noisy, 2).between
+
+
 def test_a_rank_that_computes_another_gradient_each_time_cannot_be_audited():
     count = itertools.count()
     rounds = [round_of(2, 1, lambda who, of, _: Digest(next(count), 1.0 + next(count), 0.5)) for _ in range(2)]

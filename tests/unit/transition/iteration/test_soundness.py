@@ -57,21 +57,21 @@ def test_another_replica_computes_what_was_dropped(dropped, replicas, dealt):
 def test_what_is_sound_elsewhere_was_the_first_replicas_fault():
     trial = Trial()
     assert trial.judge(Marks({3: 0}, {0: 0, 3: 0, 1: 1}, [math.inf, 1.0]), 2) == set()
-    assert trial.culprits(2.0) == {3: 0}
+    assert trial.culprits(2.0, 2) == {3: 0}
 
 
 def test_what_is_unsound_in_two_replicas_is_at_fault_itself():
     trial = Trial()
     assert trial.judge(Marks({3: 0}, {3: 0}, [math.inf, 1.0]), 2) == set()
     assert trial.judge(Marks({3: 1}, {3: 1}, [1.0, math.inf]), 2) == {3}
-    assert trial.culprits(1.0) == {}
+    assert trial.culprits(1.0, 2) == {}
 
 
 def test_a_faulty_micro_batch_explains_the_gradient_that_it_was_in():
     trial = Trial()
     trial.judge(Marks({}, {0: 0, 3: 0, 1: 1}, [math.inf, 1.0]), 2)  # only the sum is known to be unsound
     assert trial.judge(Marks({3: 1}, {0: 1, 3: 1, 1: 1}, [0.0, math.inf]), 2) == {3}
-    assert trial.culprits(1.0) == {}
+    assert trial.culprits(1.0, 2) == {}
 
 
 def test_the_same_replica_twice_proves_nothing_unless_it_is_alone():
@@ -86,7 +86,13 @@ def test_the_same_replica_twice_proves_nothing_unless_it_is_alone():
 def test_a_gradient_that_stays_large_is_right(norm, culprits):
     trial = Trial(norm=500.0)
     trial.judge(Marks({}, {0: 0, 1: 1}, [3.0, 480.0]), 2)
-    assert trial.culprits(norm) == culprits
+    assert trial.culprits(norm, 2) == culprits
+
+
+def test_what_all_replicas_had_has_a_common_cause():
+    trial = Trial()
+    trial.judge(Marks({0: 0, 1: 1, 2: 2}, {0: 0, 1: 1, 2: 2}, [math.inf] * 3), 3)
+    assert trial.culprits(1.0, 3) == {} and trial.culprits(1.0, 4) == {0: 0, 1: 1, 2: 2}
 
 
 def test_a_band_needs_some_norms_and_follows_them():

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from unicron_detector.processes.rank_messages import LASTING_CORRUPTION
 from unicron_transition.iteration import audits
 from unicron_transition.iteration.audits import Digest, Weights
-from unicron_transition.session.checks import NEVER, AuditAgain, Checks
+from unicron_transition.session.checks import MOST_RETURNS, NEVER, AuditAgain, Checks, LastingCorruption
 
 
 def checks_of(audit: int, compare: int, total: int, replicas: int) -> Checks:
@@ -89,3 +90,23 @@ def test_what_nobody_knows_or_could_not_be_measured_is_measured_again_when_a_ran
     first.member.generation = second.member.generation = 2
     agree(first, second)
     assert first._calibrating and second._calibrating and first.audits(1)
+
+
+def test_who_goes_back_and_comes_no_further_gives_up():
+    checks = begun(8, 8, 8, 4)
+    for iteration in [5, *range(10, 10 - MOST_RETURNS, -1)]:
+        checks.count_return(iteration)
+    with pytest.raises(LastingCorruption) as raised:
+        checks.count_return(10)
+    assert type(raised.value).__name__ == LASTING_CORRUPTION
+
+
+def test_the_audit_that_calibrates_verifies_a_state_too():
+    checks = begun(256, 64, 8, 2)
+    checks._calibrating = True
+    checks.member.layout, checks.state = SimpleNamespace(size=1), SimpleNamespace(sharded=False)
+    checks.gradients.own_sum = list
+    digest = Digest(1.0, 1.0, 1.0)
+    checks._round.own = digest
+    rows = [audits.pack_findings(0, 1, replica, 2, digest, (1 - replica, digest), 5.0) for replica in range(2)]
+    assert checks.take_statements(1, [max(pair) for pair in zip(*rows, strict=True)])

@@ -11,7 +11,7 @@ from unicron_ctl.controller.job.orders import StandingOrders
 from unicron_ctl.controller.job.spares import LoggedSpares
 from unicron_ctl.controller.job.swaps import SwapNotes
 from unicron_ctl.controller.model.agent_view import AgentView
-from unicron_ctl.controller.model.job_ledger import JobLedger, PlainSteps
+from unicron_ctl.controller.model.job_ledger import Account, JobLedger, PlainSteps
 from unicron_ctl.controller.model.job_state import Failure, Identity, JobState, Phase
 from unicron_ctl.controller.model.job_view import JobView
 from unicron_ctl.controller.model.live import READY
@@ -120,10 +120,7 @@ class JobRuntime:
             finite = account.loss is None or math.isfinite(account.loss)
             nan_since = -1 if finite else account.iteration if nan_since < 0 else min(nan_since, account.iteration)
             recovery = account.iteration <= self.disturbed_until or bool(account.unreported)
-            if not finite:
-                unsound += account.seconds
-            elif not recovery and account.iteration in noted_iterations(state):  # it was no step at first
-                unsound += max(0.0, account.seconds - (state.seconds or account.seconds))
+            unsound += _unsound_seconds(state, account, finite, recovery)
             status = next((job.status(slot) for slot in message.slots), None)
             step = records.Step(
                 iteration=account.iteration,
@@ -168,6 +165,15 @@ class JobRuntime:
         if count <= TIMINGS_KEPT:
             out.record(job, records.Timing(slot=message.slot, seconds=message.seconds), message.generation)
         return out
+
+
+def _unsound_seconds(job: JobState, account: Account, finite: bool, recovery: bool) -> float:
+    """Return the time that an iteration lost because something in it was not sound."""
+    if not finite:
+        return account.seconds
+    if recovery or account.iteration not in noted_iterations(job):  # else it was no step at first
+        return 0.0
+    return max(0.0, account.seconds - (job.seconds or account.seconds))
 
 
 def noted_iterations(job: JobState) -> set[int]:

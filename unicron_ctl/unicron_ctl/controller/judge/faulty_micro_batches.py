@@ -11,6 +11,7 @@ from unicron_ctl.shared.protocol.structs import Fault
 from unicron_detector.failures.escalation import Decision
 from unicron_detector.failures.escalation_table import END_JOB, Event, State
 from unicron_detector.failures.severity import Severity, Verdict
+from unicron_detector.processes.rank_messages import LASTING_CORRUPTION
 
 MOST_TRIES = 3  # on the same rank, if there is no other
 ITS_OWN = ("application", "unknown")  # scopes that the data may be responsible for, unlike a network or a device
@@ -45,6 +46,13 @@ def failed_again(job: JobState, slot: int, fault: Fault | None, verdict: Verdict
         "data's or the script's own failure, and would end one rank after another"
     )
     return Decision(Severity.SEV2, END_JOB, reason, verdict.cause, Event.OWN_BUG, State.ENDED)
+
+
+def lasts(fault: Fault | None, verdict: Verdict) -> Decision | None:
+    """Return the decision to end the job if all ranks end because their state became unsound again and again."""
+    if fault is None or fault.type != LASTING_CORRUPTION:
+        return None
+    return Decision(Severity.SEV2, END_JOB, fault.text, verdict.cause, Event.OWN_BUG, State.ENDED)
 
 
 def with_micro_batch(reason: str, fault: Fault | None) -> str:

@@ -87,7 +87,9 @@ def _decisions_on_exit(
     new: dict[tuple[bool, bool], _Judgement] = {}
     trains = state.phase is not Phase.FORMING and state.mode.joins and bool(state.members)
     for slot in finding.slots:
-        if (again := faulty_micro_batches.failed_again(state, slot, finding.fault, verdict)) is not None:
+        again = faulty_micro_batches.lasts(finding.fault, verdict)
+        again = again or faulty_micro_batches.failed_again(state, slot, finding.fault, verdict)
+        if again is not None:
             found.setdefault((again, False), ([], again, None))[0].append(slot)
             continue
         outside = trains and slot not in state.members  # the job trains without the slot, which may join again

@@ -7,7 +7,7 @@ the ranks' latest progress. The culprit's stacks are requested before any action
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -411,10 +411,13 @@ def behind(job: JobView) -> list[Laggard]:
     where = f"{len(ahead)} other{'s wait' if len(ahead) > 1 else ' waits'} in {_place(job, ahead[0])}"
     held_up = _held_up(job, last)
     for slot in sorted(last - held_up.keys()):
-        mates = [mate for mate, of in held_up.items() if of == slot]
-        inside = f", {number_spans('slot', mates)} of its replica wait{'s' * (len(mates) == 1)} for it" if mates else ""
-        words[slot] = f"slot {slot} is in {_place(job, slot)}{inside}, {where}"
+        words[slot] = f"slot {slot} is in {_place(job, slot)}{_for_whom(slot, held_up)}, {where}"
     return [Laggard(slot, progress[slot].phase, reason) for slot, reason in words.items()]
+
+
+def _for_whom(slot: int, held_up: Mapping[int, int]) -> str:
+    mates = [mate for mate, of in held_up.items() if of == slot]
+    return f", {number_spans('slot', mates)} of its replica wait{'s' * (len(mates) == 1)} for it" if mates else ""
 
 
 class Progress(NamedTuple):

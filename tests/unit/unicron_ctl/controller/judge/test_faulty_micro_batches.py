@@ -14,7 +14,7 @@ from unicron_ctl.controller.model.asker import EVERYBODY
 from unicron_ctl.shared.commands import status_tables
 from unicron_ctl.shared.protocol import structs
 from unicron_ctl.shared.protocol.answer_schema import Job
-from unicron_detector.processes.rank_messages import UNSOUND_MICRO_BATCH
+from unicron_detector.processes.rank_messages import LASTING_CORRUPTION, UNSOUND_MICRO_BATCH
 
 NAN = "found NaN in local forward loss calculation"
 
@@ -61,6 +61,18 @@ def test_what_is_not_the_same_failure_ends_nothing(index: int, text: str, kind: 
     raise_in(world, agents[2], 1)
     raise_in(world, agents[0], index, text, kind)
     assert world.job().phase != "ended"
+
+
+def test_a_job_that_goes_back_in_vain_ends_at_once() -> None:
+    world, agents = trained()
+    text = "the training went back 3 times to a sound state, and came no further than iteration 5"
+    fault = structs.Fault(type=LASTING_CORRUPTION, text=text, at=world.now, fatal=True, lived=500.0)
+    for agent in agents:
+        agent.set(agent.slots[0], fault=fault)
+    world.run(15)
+    job = world.job()
+    assert job.phase == "ended" and job.ended.code == 1 and text in job.ended.reason
+    assert not job.avoid
 
 
 def test_a_job_of_one_rank_tries_it_three_times() -> None:
