@@ -28,7 +28,8 @@ NAMES = list(KINDS)
 # ------------------------------------------------------------ the schedule
 def test_every_kind_of_inject_is_drawn_and_each_round_has_every_kind_once() -> None:
     injected = [kind for kind in KINDS if "-kill" not in kind or kind in ("rank-kill", "oom-kill")]
-    assert {parse(kind)[0] for kind in injected} == set(FAULTS)
+    silent = {"flip", "nan"}  # those of benchmarks.corruption
+    assert {parse(kind)[0] for kind in injected} == set(FAULTS) - silent
     drawn = [schedule.fault(7, index, NAMES).kind for index in range(3 * len(NAMES))]
     for turn in range(3):
         assert sorted(drawn[turn * len(NAMES) : (turn + 1) * len(NAMES)]) == sorted(NAMES)

@@ -41,7 +41,7 @@ def built(monkeypatch):
 
     def build(replicas: int):
         made.tear_down()
-        made.build("fake", FakeStore(), list(range(replicas * SHAPE.size)), 0, lambda: False)
+        made.build("fake", dist.HashStore(), list(range(replicas * SHAPE.size)), 0, lambda: False)
         return state, aborter.inside
 
     build.groups = made

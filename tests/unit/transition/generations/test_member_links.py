@@ -40,7 +40,7 @@ def connected(pool):
             for rank in silent:
                 store.set(member_links.PLACE.format(rank), f"{'00' * 16} {gloo.getsockname()[1]} 127.0.0.1")
             for _ in range(size if announced is None else announced):
-                member_links.announce(store, {})
+                member_links.announce(store, "gloo", {})
             members = [rank for rank in range(size) if rank not in silent]
             made = pool.map(lambda rank: member_links.connect(store, rank, size, lost, before, LIMIT), members)
             links = list(made)
@@ -70,10 +70,15 @@ def test_a_member_whose_release_knows_no_links_leaves_all_of_them_without(connec
     assert connected(1) == [None], "nobody to connect with"
 
 
-def test_nobody_announces_links_where_gloo_connects_only_later():
+@pytest.mark.parametrize(
+    ("backend", "environment"), [("gloo", {member_links.LAZY: "1"}), ("nccl", {})], ids=["lazy gloo", "nccl"]
+)
+def test_who_wants_no_links_still_says_that_it_can_refuse_a_commit(backend, environment):
     store = dist.HashStore()
-    member_links.announce(store, {member_links.LAZY: "1"})
-    assert store.add(member_links.COUNT, 0) == 0
+    for size in (1, 2):
+        member_links.announce(store, backend, environment)
+        assert store.add(member_links.COUNT, 0) != size and member_links.all_tell(store, size)
+    assert not member_links.all_tell(store, 3), "a member of release 0.2 says nothing"
 
 
 def test_what_a_member_said_arrives_after_its_end(connected, pool):
