@@ -4,11 +4,13 @@ the job ends or goes on without it; if not, the first rank is named, and nothing
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
 
 from tests.support.jobs import World
+from tests.support.processes import LIMIT, of_a_world
 
 pytestmark = pytest.mark.process
 SCRIPT = """
@@ -54,7 +56,7 @@ import json, math, os, sys, torch, unicron
 unicron.init_process_group("gloo")
 torch.manual_seed(1)
 model = torch.nn.Linear(4, 1)
-out, slot, kind = sys.argv[1], os.environ["UNICRON_SLOT"], sys.argv[2]
+out, slot, kind = sys.argv[1], os.environ.get("UNICRON_SLOT") or os.environ["RANK"], sys.argv[2]
 
 def fetch(iteration, index):
     data = torch.rand(8, 4, generator=torch.Generator().manual_seed(8 * iteration + index))
@@ -71,6 +73,8 @@ def forward_step(micro_batch, model):
         open(f"{out}/once", "w").close()
     if "gradient" in kind:
         return loss + (0 * model.weight).sum().sqrt()  # the root of 0 has no gradient
+    if kind == "far":  # and right: it is computed once more, and is the same
+        return loss * 1e4
     return loss * float("nan")
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -124,3 +128,18 @@ def test_a_micro_batch_that_is_never_finite_ends_the_job(tmp_path):
     status, _, losses = _train(tmp_path, "loss always")
     assert status["ended"]["code"] == 1 and max(losses) == 19
     assert "micro-batch 3 of iteration 20 is at fault" in status["ended"]["reason"]
+
+
+@pytest.mark.parametrize("kind", [pytest.param("loss once", marks=pytest.mark.wide), "far"])
+def test_without_an_agent_no_sum_is_counted_twice(tmp_path, kind):
+    """Nothing undoes a reduce there, so all is computed once more."""
+    script, losses = tmp_path / "train.py", {}
+    script.write_text(LOSSES)
+    for ranks in (1, 2):
+        out = tmp_path / f"{ranks}"
+        out.mkdir()
+        command = [sys.executable, str(script), str(out), kind, "{}"]
+        world = [subprocess.Popen(command, env=each | {"OMP_NUM_THREADS": "1"}) for each in of_a_world(ranks)]
+        assert [each.wait(LIMIT) for each in world] == [0] * ranks
+        losses[ranks] = [json.loads(line)[1] for line in (out / "losses.0").read_text().splitlines()]
+    assert losses[2] == pytest.approx(losses[1], rel=1e-4) and len(losses[1]) == 60

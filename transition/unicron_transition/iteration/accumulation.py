@@ -224,8 +224,8 @@ class Accumulation(ABC):
 
     @property
     def undoable(self) -> bool:
-        """Whether the reduces of this iteration that have begun can be undone."""
-        return self._snapshots.undoable
+        """Whether the reduces of this iteration that have begun can be undone. Without an agent nothing is copied."""
+        return self._work.healed and self._snapshots.undoable
 
     def restore(self) -> bool:
         """Undo every reduce that has begun, so that this rank's own sum is in the gradient again. False if there were
