@@ -80,7 +80,7 @@ class Story:
         self.job.wait(self.job.failures, f"{fault} is found", LIMIT)
         return before
 
-    def go_on(self, iteration: int) -> None:
+    def wait_for_iteration(self, iteration: int) -> None:
         """Wait until the job has come to an iteration."""
         self.job.wait(lambda: self.job.job()["iteration"] >= iteration, f"iteration {iteration}", LIMIT)
 
@@ -107,13 +107,13 @@ def told(address: str, *words: str) -> list[str]:
 
 def nan(story: Story) -> None:
     """A rank's gradient has a NaN, once."""
-    story.go_on(story.strike("nan:gradient") + MORE)
+    story.wait_for_iteration(story.strike("nan:gradient") + MORE)
     story.show("explain", JOB)
 
 
 def flip(story: Story) -> None:
     """A bit flips in a weight, and the rank trains on."""
-    story.go_on(story.strike("flip:weight:22") + MORE)
+    story.wait_for_iteration(story.strike("flip:weight:22") + MORE)
     story.show("explain", JOB)
 
 
@@ -123,7 +123,7 @@ def slow(story: Story) -> None:
     began = int(story.job.job()["iteration"])
     found = lambda: [line for line in story.job.array.logs.splitlines() if "shares by speed" in line]  # noqa: E731
     first = story.job.wait(found, "shares by speed", LIMIT)[0]
-    story.go_on(began + MORE)
+    story.wait_for_iteration(began + MORE)
     story.show("jobs")
     story.show("explain", JOB)
     story.lines += ["\x1b[1mthe job's log\x1b[0m", *textwrap.wrap(first, COLUMNS, subsequent_indent="    ")]

@@ -122,7 +122,7 @@ class Exchange:
         """Commit the step with all members; the arguments are this rank's own. told: as many numbers in all of them."""
         held, tells = float(offer.generation if offer else 0), self.tells()
         numbers = [held, -held, float(first), float(save), float(busy), *([float(unsound), *told] if tells else [])]
-        most, least, *others = self._most(numbers)
+        most, least, *others = self.most(numbers)
         same = offer is not None and most == -least == held
         anybody = [number > 0 for number in others[: 3 + tells]]
         if same and not any(anybody[3:]):
@@ -141,11 +141,8 @@ class Exchange:
         return int(self._largest(torch.tensor([number], dtype=torch.int64), None))
 
     def most(self, numbers: Sequence[float]) -> list[float]:
-        """Return the maximum of each number over all members; whole numbers up to 2^53 are exact."""
-        return self._most(numbers)
-
-    def _most(self, numbers: Sequence[float]) -> list[float]:
-        """Do so in messages that each fit into the buffers of a connection."""
+        """Return the maximum of each number over all members, in messages that each fit into the buffers of a
+        connection; whole numbers up to 2^53 are exact."""
         parts = torch.tensor(numbers, dtype=torch.float64).split(MOST_NUMBERS)
         return [number for part in parts for number in self._largest(part, None).tolist()]
 

@@ -84,7 +84,8 @@ class Checks:
     state: TrainingState
     tells: Callable[[], bool]
     """Whether all members are of a release that knows checks."""
-    wanted: tuple[int, int] = field(default_factory=settings)
+    wanted: tuple[int, int]
+    """The numbers of :func:`settings`."""
     _total: int = 0  # micro-batches of the iteration
     _agreed: tuple[int, int] = (0, 0)  # of the generation, the largest that any member wants
     _generation: int = -1  # for which that was agreed

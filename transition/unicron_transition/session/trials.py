@@ -88,11 +88,9 @@ class Trials:
     # ------------------------------------------------------------ one try
     def note_reduced(self, loss: float) -> None:
         """Judge the reduced gradient, which is the same in all ranks with the same part of it, and the mean loss."""
-        self._norm = self._gradients.norm()
-        finite = math.isfinite(self._norm)
-        wrong = not finite and not self._scaled
-        far = finite and not self._scaled and self._trial is None and self._band.is_far(self._norm)
-        self.unsound = not math.isfinite(loss) or wrong or far
+        self._norm = 0.0 if self._scaled else self._gradients.norm()
+        far = self._trial is None and self._band.is_far(self._norm)
+        self.unsound = not math.isfinite(loss) or not math.isfinite(self._norm) or far
 
     def note_apart(self, ledger: Ledger, indices: list[int]) -> None:
         """Note whether these micro-batches, which alone were computed since the last call, are sound."""
@@ -182,7 +180,7 @@ class Trials:
     # ------------------------------------------------------------ the end
     def settle_iteration(self, ledger: Ledger) -> None:
         """The iteration is a step: name who made its first try unsound, if anybody did."""
-        if not self._scaled and math.isfinite(self._norm):
+        if math.isfinite(self._norm):  # with a member of release 0.2 nothing is refused
             self._band.note(self._norm)
         trial, self._trial = self._trial, None
         if trial is None:

@@ -134,16 +134,21 @@ def test_shard_groups_get_their_micro_batches_in_rounds():
     assert (made.reused, made.redistributed) == (4, 2), "of the lost group: micro-batches 4 and 5"
 
 
-def test_a_shard_group_of_which_a_rank_has_stopped_is_seen_by_its_share_of_micro_batches():
-    """Its other rank waits in the last round. The shares of an undisturbed iteration are 4, 2 and 2."""
-    world, agents = started(nodes=6, ranks=1, replica=2, lanes=2)
-    world.iterate("1", 0)
+def two_stop(world: World, agents: list[FakeAgent]) -> None:
+    """A rank of the last group is lost; one of each other group stops with two micro-batches done."""
     for agent in agents:
         agent.prompt = False
     agents[5].die(5)
     agents[0].set(0, state="stopped", broken=1, done=[0, 1])
     agents[2].set(2, state="stopped", broken=1, done=[2, 3])
     world.run(0.5)
+
+
+def test_a_shard_group_of_which_a_rank_has_stopped_is_seen_by_its_share_of_micro_batches():
+    """Its other rank waits in the last round. The shares of an undisturbed iteration are 4, 2 and 2."""
+    world, agents = started(nodes=6, ranks=1, replica=2, lanes=2)
+    world.iterate("1", 0)
+    two_stop(world, agents)
     assert states(agents)[1] == "stopped", "its mate lacks a round"
     assert states(agents)[3] == "running", "its mate has finished"
 
@@ -159,12 +164,7 @@ def shared_by_speed(shares: list[int]) -> tuple[World, list[FakeAgent]]:
 
 def test_a_rank_that_has_stopped_is_seen_by_its_share_by_speed():
     world, agents = shared_by_speed([2, 4, 2])
-    for agent in agents:
-        agent.prompt = False
-    agents[5].die(5)
-    agents[0].set(0, state="stopped", broken=1, done=[0, 1])
-    agents[2].set(2, state="stopped", broken=1, done=[2, 3])
-    world.run(0.5)
+    two_stop(world, agents)
     assert states(agents)[1] == "running", "its mate has finished"
     assert states(agents)[3] == "stopped", "its mate lacks a round"
 
