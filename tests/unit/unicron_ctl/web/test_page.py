@@ -394,6 +394,14 @@ def slow_clients(site: Site, count: int, data: bytes = b"GET / HT") -> Iterator[
         yield [stack.enter_context(slow(site, data)) for _ in range(count)]
 
 
+def wait_for_open(site: Site, count: int) -> None:
+    """Waits until the server has so many connections: it hears a little later that an earlier test closed its own."""
+    deadline = time.monotonic() + 20.0
+    while len(site.server._open) != count:
+        assert time.monotonic() < deadline, f"{len(site.server._open)} connections, not {count}"
+        time.sleep(0.01)
+
+
 def gave_way(client: socket.socket) -> bool:
     """Whether the server has closed the connection."""
     client.settimeout(5)
@@ -407,17 +415,17 @@ def test_a_hundred_slow_clients_keep_nobody_waiting(site: Site) -> None:
 
 
 def test_one_connection_too_many_closes_the_oldest_that_has_not_asked(site: Site, monkeypatch) -> None:
+    wait_for_open(site, 0)
     monkeypatch.setattr(site.server, "most_open", 3)
     with slow_clients(site, 3) as clients:
-        deadline = time.monotonic() + 5.0
-        while len(site.server._open) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for_open(site, 3)
         assert site.get("/")[0] == 200
         assert gave_way(clients[0])
 
 
 def test_where_all_have_asked_the_oldest_gives_way(site: Site, monkeypatch) -> None:
     """Who asks and reads nothing, or waits for the controller, keeps nobody out."""
+    wait_for_open(site, 0)
     monkeypatch.setattr(site.server, "most_open", 3)
     entered, go_on = threading.Semaphore(0), threading.Event()
     monkeypatch.setattr(
