@@ -130,7 +130,7 @@ test-demo: system-test venv plugin   ## what the demo proves: it needs both core
 	$(BIN)/python -m pytest -m alone tests/slurm
 
 test-unit: compiled  ## the first tier alone: no other processes to speak of, no Slurm; three to five minutes, less when it runs alone
-	nice -n 5 $(TEST) -n 2 -m "$(SHAPES)" tests/unit $(UNIT_ARGS)
+	nice -n 5 $(TEST) -n 3 -m "$(SHAPES)" tests/unit $(UNIT_ARGS)
 
 # As root: in a system of its own, made by debootstrap in $DEBIAN_ROOTS (default .roots), of some 7 GB with its torch.
 test-debian13: ## as root: `make test` on Debian 13 (Slurm 24.11, Python 3.13), in a folder with a system of its own
