@@ -12,6 +12,7 @@ from unicron_ctl.shared.log.records import ObservedWeek
 from unicron_detector.failures.fault_history import History
 
 TAKES_KEPT = 5000
+PAIR_HALF_LIFE = 28 * 86400.0  # seconds
 REQUEUES = ("requeue", "requeue_hold")
 HOLDS = ("hold", "requeue_hold")
 GIVES_BACK = (*REQUEUES, "shrink")  # actions that take nodes from a job
@@ -79,11 +80,19 @@ class PlanReport:
 
 @dataclass
 class PairResults:
-    """Outcomes of pair tests for one kind of evidence."""
+    """Outcomes of pair tests for one kind of evidence. Four weeks halve what an outcome counts: else a fleet whose
+    nodes were sound for a year would never test one again."""
 
-    tested: int = 0
-    confirmed: int = 0
+    tested: float = 0.0
+    confirmed: float = 0.0
     """Tests in which the node was bad or slow."""
+    at: float = 0.0
+    """Time of the last test."""
+
+    def as_of(self, now: float) -> PairResults:
+        """Return what they count at this time."""
+        left = 0.5 ** (max(0.0, now - self.at) / PAIR_HALF_LIFE)
+        return PairResults(self.tested * left, self.confirmed * left, now)
 
 
 @dataclass

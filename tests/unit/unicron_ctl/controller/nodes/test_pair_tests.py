@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.scenarios import recorded
 from tests.support.world import FakeSlurm, World
+from unicron_ctl.controller.model.cluster_state import PAIR_HALF_LIFE
 from unicron_ctl.controller.model.requests import TestPairs
 from unicron_ctl.controller.nodes.pair_tests import AGAIN_SECONDS, IDLE_SECONDS, candidates
 from unicron_ctl.shared.log import records
@@ -148,6 +149,26 @@ def test_what_tests_have_found_decides_whether_another_is_worth_it():
     suspected(world, "n3")
     world.run(10.0)
     assert [one.node for one in world.pair_tests] == ["n3"]
+
+
+def test_what_tests_have_found_counts_half_after_four_weeks():
+    world = cluster()
+    for _ in range(30):
+        world.core.append("", 0, records.PairTest("n1", "good", "odd", reason="test"))
+    stands_out(world)
+    world.run(2 * IDLE_SECONDS)
+    assert not world.pair_tests, "in 30 tests such evidence was right in none"
+    world.now += PAIR_HALF_LIFE
+    world.run(1.0)
+    stands_out(world)
+    world.run(2 * IDLE_SECONDS)
+    assert [one.node for one in world.pair_tests] == ["n2"] and "of 15 nodes" in recorded(world, records.PairTest)[
+        -1
+    ].reason
+    answer(world, findings("n2", "good"))
+    world.run(1.0)
+    assert world.core.state.pair_results["odd"].tested == pytest.approx(16.0, abs=0.01)
+    world.check_replay()
 
 
 def test_the_limit_for_speeds_is_learned_from_earlier_pairs():
