@@ -14,6 +14,7 @@ pytestmark = pytest.mark.process
 ITERATIONS, FROM = 60, 25
 SCRIPT = """
 import json, os, sys, torch, unicron
+from unicron_detector.chaos.inject import injector
 unicron.init_process_group("gloo")
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
@@ -46,7 +47,11 @@ with open(f"{{out}}/losses.{{slot}}", "a") as file:
     for step in session:
         if step.iteration <= before:  # it went back: whoever was defective has a new processor
             open(f"{{out}}/mended", "w").close()
+            if ":" in fault:
+                injector.on_order({{"fault": fault, "seconds": 1e-9}})
         before = step.iteration
+        if ":" in fault and slot == 1 and step.iteration == {first} and not os.path.exists(f"{{out}}/mended"):
+            injector.on_order({{"fault": fault, "seconds": 600}})
         print(json.dumps([step.iteration, step.loss]), file=file, flush=True)
         if fault == "number" and step.iteration == {first} and not os.path.exists(f"{{out}}/mended"):
             model[2].weight.data[0, 3] = float("inf")  # as an optimizer makes it of sound gradients
@@ -85,6 +90,8 @@ def sound(tmp_path_factory):
     ("fault", "said"),
     [
         ("gradient", "slot 1 had another gradient"),
+        ("flip:wire:21", "goes to slot 1 is spoilt"),
+        pytest.param("flip:wire:30", "goes to slot 1 is spoilt", marks=pytest.mark.wide),  # to infinity: no step
         pytest.param("state", "slot 1 had another", marks=pytest.mark.wide),  # its state, or gradients that came of it
         pytest.param("number", "parameters are not finite on slots 0-2", marks=pytest.mark.wide),
     ],

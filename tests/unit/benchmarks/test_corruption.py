@@ -18,6 +18,8 @@ from unicron_detector.chaos.inject import flip_of
         ("slot 1 had another state than the other replicas at iteration 4", ("comparison", "slot 1")),
         ("slots 0-2 got another sum of gradients at iteration 4 than what all have sent", ("sum", "")),
         ("the sum of the gradients of iteration 4 was not sound, and it was when summed again: what", ("sum", "")),
+        ("a sum was wrong at iteration 4: what comes from or goes to slot 1 is spoilt", ("sum", "slot 1")),
+        ("a sum was wrong at iteration 4: what slots 0-1 send each other is spoilt", ("sum", "")),
         ("made a loss or a gradient that is not sound on slot 2, and a sound one when", ("no step", "slot 2")),
         ("parameters are not finite on slot 2 at iteration 4", ("no step", "slot 2")),
         ("process killed by SIGKILL -> ended by a signal from outside", ("", "")),

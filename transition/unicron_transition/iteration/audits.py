@@ -131,7 +131,7 @@ class Verdict:
     """A difference between replicas, and who is at fault."""
 
     what: str
-    """`gradient`, `state`, `sum` or `number`: a parameter that is not finite."""
+    """`gradient`, `state`, `sum`, `link` (what replicas send each other) or `number` (a parameter is not finite)."""
     culprits: frozenset[int]
     """Replicas that are proven wrong; empty if no majority says who is right."""
     among: frozenset[int]
@@ -166,6 +166,19 @@ def wrong_sum(told: Findings, precision: float, parts: bool) -> set[int]:
         right = abs(math.fsum(each.after for each in told.sums.values()) - sent) <= most
         return set() if right else set(told.sums)
     return {of for of, each in told.sums.items() if not abs(each.after - sent) <= most}
+
+
+def spoilt_by(damaged: Iterable[tuple[int, int]]) -> Verdict:
+    """Judge what did not arrive as it was sent, (sender, receiver): a replica is the culprit if all of it was sent or
+    received by that one alone; by one pair alone, it may be either of them or what is between them.
+
+    >>> sorted(spoilt_by([(1, 2), (1, 0)]).culprits), sorted(spoilt_by([(1, 2)]).among)
+    ([1], [1, 2])
+    """
+    pairs = [frozenset(pair) for pair in damaged]
+    among = frozenset[int]().union(*pairs)
+    common = frozenset.intersection(*pairs) if pairs else among
+    return Verdict("link", common if len(common) == 1 else frozenset(), among)
 
 
 def agree(told: Findings, tolerance: float) -> bool:

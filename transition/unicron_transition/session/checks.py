@@ -296,6 +296,10 @@ class Checks:
         what = "state of parameters and optimizer" if verdict.what == "state" else "gradient of one micro-batch"
         if verdict.what == "number":
             text = f"parameters are not finite on {slots(verdict.among)} at iteration {iteration}"
+        elif verdict.what == "link":
+            one = f"what comes from or goes to {slots(verdict.culprits)}"
+            spoilt = one if verdict.culprits else f"what {slots(verdict.among)} send each other"
+            text = f"a sum was wrong at iteration {iteration}: {spoilt} is spoilt"
         elif verdict.what == "sum":
             text = (
                 f"{slots(verdict.among)} got another sum of gradients at iteration {iteration} than what all have sent"

@@ -38,6 +38,7 @@ from unicron_transition.iteration.ledger import Ledger, LedgerError, StepResult
 from unicron_transition.iteration.soundness import UnsoundIteration
 from unicron_transition.seams.dtensors import local
 from unicron_transition.seams.table import UnsupportedLayout
+from unicron_transition.session import link_search
 from unicron_transition.session.checks import AuditAgain, Checks, CorruptState, LastingCorruption
 from unicron_transition.session.checks import settings as check_settings
 from unicron_transition.session.evaluation import Evaluations
@@ -258,7 +259,8 @@ class Training:
             except _Unsound:
                 again = True
             except CorruptState as found:
-                self._member.note = self._checks.fault(found.verdict, self._at.ledger.iteration)
+                verdict = link_search.explain(found.verdict, self._member, self._exchange, self._gradients)
+                self._member.note = self._checks.fault(verdict, self._at.ledger.iteration)
                 try:
                     self._checks.count_return(self._at.ledger.iteration)
                 except LastingCorruption:

@@ -28,9 +28,12 @@ from unicron_transition.iteration.soundness import (
     norm_of,
 )
 from unicron_transition.seams.dtensors import local
+from unicron_transition.session import link_search
 from unicron_transition.session.checks import CorruptState
 from unicron_transition.session.member import Member
 from unicron_transition.snapshot.migrate import TrainingState
+
+TRIES_OF_A_SUM = 2  # that were not sound although each micro-batch was: then somebody spoils what is sent
 
 
 class OnBadBatch(StrEnum):
@@ -114,7 +117,8 @@ class Trials:
 
     def retry(self, ledger: Ledger, mine: Marks, loss: float) -> Retry:
         """Agree with all members on the next try; collective. Raises :class:`UnsoundIteration` if there is none, and
-        PeerLost or RuntimeError if a member is gone; :class:`CorruptState` if parameters are not finite."""
+        PeerLost or RuntimeError if a member is gone; :class:`CorruptState` if parameters are not finite, or a rank
+        spoils what it sends."""
         if self._trial is None and self.can_go_back():  # else its images and files would hold such numbers as well
             self._check_parameters()
         members = self._member.members
@@ -134,6 +138,10 @@ class Trials:
                 "by itself: the sums of its gradients are not finite; check the links between the nodes"
             )
         dropped = marks.to_drop()
+        if not dropped and trial.tries == TRIES_OF_A_SUM and self.can_go_back():
+            verdict = link_search.search(self._member, self._exchange, self._gradients.own_sum())
+            if verdict.culprits:
+                raise CorruptState(verdict)
         comes = [index for index, of in deal_elsewhere(dropped, replicas).items() if of == replica]
         drops = replica in dropped.values()
         return Retry(drops, [*([] if drops else ledger.assigned), *comes], ledger.skipped)

@@ -16,6 +16,7 @@ from unicron_transition.iteration.audits import (
     calibrate,
     differing_states,
     pack_findings,
+    spoilt_by,
     unpack_findings,
     wrong_gradients,
     wrong_sum,
@@ -142,6 +143,22 @@ def test_a_sum_is_what_all_have_sent(after, parts, wrong):
     told = Findings({}, {}, {}, {0: Weights(1.0, 5.0, after[0]), 1: Weights(2.0, 4.0, after[1])})
     assert wrong_sum(told, 2.0**-23, parts) == wrong
     assert wrong_sum(Findings({}, {}, {}), 2.0**-23, parts) == set()
+
+
+@pytest.mark.parametrize(
+    ("damaged", "culprits", "among"),
+    [
+        ([], set(), set()),
+        ([(1, 2), (1, 0)], {1}, {0, 1, 2}),  # all that it sends
+        ([(0, 1), (2, 1)], {1}, {0, 1, 2}),  # all that it receives
+        ([(1, 2), (1, 0), (0, 1), (2, 1)], {1}, {0, 1, 2}),
+        ([(1, 2)], set(), {1, 2}),  # it reaches another: the link, or either end
+        ([(1, 2), (2, 1)], set(), {1, 2}),
+        ([(0, 1), (2, 3)], set(), {0, 1, 2, 3}),
+    ],
+)
+def test_who_spoils_all_that_it_sends_or_receives_is_told_from_a_link(damaged, culprits, among):
+    assert spoilt_by(damaged) == Verdict("link", frozenset(culprits), frozenset(among))
 
 
 def test_a_sum_of_an_overflow_is_left_to_the_scaler():
