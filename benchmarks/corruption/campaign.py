@@ -42,7 +42,7 @@ SLOTS = r"(slots? [\d, -]*\d)"
 FOUND = {  # who finds a fault, and the text of the failure
     "audit": rf"(?:{SLOTS} had another|differ in the) gradient of one",
     "comparison": rf"(?:{SLOTS} had another|differ in the) (?:state|parameters or)",
-    "sum": rf"goes to {SLOTS} is spoilt|each other is spoilt|another sum of gradients|sum of the gradients of iteration",
+    "sum": rf"goes to {SLOTS} is spoilt|each other is spoilt|another sum of gradients|sum of the gradients of",
     "no step": rf"not sound on {SLOTS}|not finite on {SLOTS}",
 }
 ONCE = " once"  # a defective unit that errs a single time
