@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from pathlib import Path
 
@@ -29,10 +28,3 @@ def blocks(ranks: int, each_rank: int, device: float, audit: int, compare: int, 
         return turns.take_turns(
             Path(folder), FOLDER / "plain_ranks.py", ranks, (pairs, each, 10), settings, sessions, roots
         )
-
-
-def medians(found: turns.Blocks) -> tuple[float, float]:
-    """Return the seconds of an iteration without checks, and the CPU time of the ranks with them over without."""
-    on, off = found[ON], found[OFF]
-    busy = statistics.median(a.ranks / b.ranks for a, b in zip(on, off, strict=True))
-    return statistics.median(block.wall for block in off), busy
