@@ -226,7 +226,9 @@ def collectives() -> dict[str, list[Any]]:
     progress: dict[str, list[Any]] = {}
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(c10d, name, None)
-        progress |= latest(json.loads(dump(True, False))) if dump is not None else {}
+        found = latest(json.loads(dump(True, False))) if dump is not None else {}
+        for group, one in found.items():  # a group with two backends is in both
+            progress[group] = max(one, progress.get(group, one), key=lambda item: item[0])
     return dict(list(progress.items())[-MOST_GROUPS:])
 
 
@@ -241,7 +243,7 @@ def latest(trace: dict[str, Any]) -> dict[str, list[Any]]:
             continue
         status = trace.get("pg_status", {}).get(str(entry["pg_id"]), {})
         called = f" of {about}" if about not in ("", "undefined") else ""
-        words = f"{entry['profiling_name']} {entry['input_sizes']}{called}"[:80]
+        words = f"{entry['profiling_name']}{called} {entry['input_sizes']}"[:80]
         found[group] = order, [number, max(0, int(status.get("last_completed_collective", 0))), words]
     return {group: progress for group, (_, progress) in found.items()}
 

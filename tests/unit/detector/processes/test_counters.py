@@ -178,4 +178,4 @@ def test_a_group_made_again_counts_from_one_and_is_called_by_its_description():
         print(found["1"][0], found["1"][2])
     """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert ran.stdout.strip() == "2 gloo:all_reduce [[3]] of tp", ran.stdout + ran.stderr
+    assert ran.stdout.strip() == "2 gloo:all_reduce of tp [[3]]", ran.stdout + ran.stderr
