@@ -226,14 +226,26 @@ def collectives() -> dict[str, list[Any]]:
     progress: dict[str, list[Any]] = {}
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(c10d, name, None)
-        trace = json.loads(dump(True, False)) if dump is not None else {}
-        for entry in trace.get("entries", ()):
-            group, number = entry["process_group"][0], entry["collective_seq_id"]
-            if not entry["is_p2p"] and number >= progress.get(group, [0])[0]:
-                status = trace.get("pg_status", {}).get(str(entry["pg_id"]), {})
-                words = f"{entry['profiling_name']} {entry['input_sizes']}"[:80]
-                progress[group] = [number, max(0, int(status.get("last_completed_collective", 0))), words]
+        found = latest(json.loads(dump(True, False))) if dump is not None else {}
+        for group, one in found.items():  # a group with two backends is in both
+            progress[group] = max(one, progress.get(group, one), key=lambda item: item[0])
     return dict(list(progress.items())[-MOST_GROUPS:])
+
+
+def latest(trace: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the progress in each group of a flight recorder's trace. A group that was made again under the same name
+    has a higher id and counts from 1, so only the newest of that name counts."""
+    found: dict[str, tuple[tuple[int, int], list[Any]]] = {}
+    for entry in trace.get("entries", ()):
+        (group, about), number = entry["process_group"], entry["collective_seq_id"]
+        order = entry["pg_id"], number
+        if entry["is_p2p"] or (group in found and order < found[group][0]):
+            continue
+        status = trace.get("pg_status", {}).get(str(entry["pg_id"]), {})
+        called = f" of {about}" if about not in ("", "undefined") else ""
+        words = f"{entry['profiling_name']}{called} {entry['input_sizes']}"[:80]
+        found[group] = order, [number, max(0, int(status.get("last_completed_collective", 0))), words]
+    return {group: progress for group, (_, progress) in found.items()}
 
 
 # ---------------------------------------------------------------- installing it

@@ -161,3 +161,21 @@ def test_what_a_plain_program_starts_does_not_hear_a_signal_for_which_it_has_a_h
     environment = dict(os.environ) | Progress(folder, 0).start(1, 0) | {"PYTHONPATH": folder.autoload}
     done = subprocess.run([sys.executable, "-c", HELPERS], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["True", "True", "True", "True", "False", "False", "False", "False"], done.stderr
+
+
+def test_a_group_made_again_counts_from_one_and_is_called_by_its_description():
+    """Asked of the real recorder: it keeps the first group's collectives, under the same name."""
+    code = """if True:
+        import torch, torch.distributed as dist
+        from unicron_detector.processes.counters import collectives
+        for times in (5, 2):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            group = dist.new_group([0], group_desc="tp")
+            for _ in range(times):
+                dist.all_reduce(torch.ones(3), group=group)
+            found = collectives()
+            dist.destroy_process_group()
+        print(found["1"][0], found["1"][2])
+    """
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.stdout.strip() == "2 gloo:all_reduce of tp [[3]]", ran.stdout + ran.stderr
