@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -48,6 +49,45 @@ def test_a_stopped_rank_is_named_killed_and_replaced(job):
     )
     assert job.job()["ledger_violations"] == 0
     assert len([f for f in job.failures() if f["slots"] == [1]]) == 1, "its end is no second failure"
+
+
+SHARDED = """
+import os, sys, time, torch, unicron
+from torch.distributed.fsdp import fully_shard
+unicron.init_process_group("gloo", layout=unicron.Layout(shard=2))
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+slot = os.environ["UNICRON_SLOT"]
+for module in (model[0], model[2], model):
+    fully_shard(module, mesh=unicron.shard_mesh())
+
+def forward_step(micro_batch, model):
+    iteration, data = micro_batch
+    if slot == "1" and iteration == 20 and not os.path.exists(sys.argv[1]):
+        open(sys.argv[1], "w").close()
+        time.sleep(600)
+    return torch.nn.functional.mse_loss(model(data), data[:, :2].sin())
+
+for _ in unicron.Session(
+    model=model, optimizer=torch.optim.AdamW(model.parameters()), micro_batches=8, forward_step=forward_step,
+    fetch=lambda iteration, index: (iteration, torch.full((8, 8), 0.1 * index)), train_iterations=30,
+):
+    pass
+"""
+
+
+def test_a_rank_of_a_replica_that_comes_to_no_collective_is_named_alone(tmp_path):
+    """The other rank of its replica is as far by its own word, and waits for the shards of the first layer."""
+    script = tmp_path / "train.py"
+    script.write_text(SHARDED)
+    command = [sys.executable, str(script), str(tmp_path / "hung")]
+    with World(tmp_path, nodes=4, command=command, UNICRON_MODE="session") as job:
+        job.wait(lambda: job.job().get("ended"), "the job is ended", 90)
+        assert job.job()["ended"]["code"] == 0, job.array.logs
+        (failure,) = (each for each in job.failures() if each["kind"] == "hang")
+        (hang,) = job.events("hang")
+    assert failure["slots"] == [1], hang
+    assert "slot 1 has not begun collective" in hang["reason"] and "gloo:all_" in hang["reason"], hang
 
 
 def faults(*wanted: dict) -> str:

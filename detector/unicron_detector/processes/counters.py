@@ -244,7 +244,11 @@ def latest(trace: dict[str, Any]) -> dict[str, list[Any]]:
         status = trace.get("pg_status", {}).get(str(entry["pg_id"]), {})
         called = f" of {about}" if about not in ("", "undefined") else ""
         words = f"{entry['profiling_name']}{called} {entry['input_sizes']}"[:80]
-        found[group] = order, [number, max(0, int(status.get("last_completed_collective", 0))), words]
+        # These two count sends and receives as well, and the numbers of the entries do not.
+        under_way = int(status.get("last_enqueued_collective", number)) - int(
+            status.get("last_completed_collective", 0)
+        )
+        found[group] = order, [number, max(0, number - max(0, under_way)), words]
     return {group: progress for group, (_, progress) in found.items()}
 
 

@@ -169,10 +169,11 @@ class Status:
 
 @dataclass
 class CollectiveProgress:
-    """The network of the rank's present collective makes progress."""
+    """A rank whose main thread says nothing, perhaps because it waits in a collective."""
 
     kind: ClassVar[str] = "moved"
-    moved: int  # differs from the last message
+    moved: int  # differs from the last message if the network makes progress; 0 if it does not
+    collectives: dict[str, tuple[int, int, str]] = field(default_factory=dict)  # of a rank that stands still
 
 
 @dataclass

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from unicron_detector.chaos.inject import injector
-from unicron_detector.processes.rank_channel import RankChannel
+from unicron_detector.processes.counters import collectives
+from unicron_detector.processes.rank_channel import QUIET_SECONDS, RankChannel
 from unicron_detector.processes.rank_messages import CollectiveProgress
 from unicron_transition.generations import groups
 from unicron_transition.generations.layout import Layout, StatedLayout, parse_layout
@@ -25,6 +29,10 @@ from unicron_transition.seams.table import UnsupportedLayout
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+# A rank that says nothing for this many seconds, and for this many usual iterations, looks how far its collectives are.
+STALL_SECONDS, STALL_FACTOR = 0.5, 2.0
+ASK_SECONDS = 1.0  # between two such looks
+
 
 class Process:
     """The parts that a rank's process has once: channel to the agent (None without one), watch and unblocker."""
@@ -36,6 +44,7 @@ class Process:
         self.aborter = nccl.Aborter()
         self.unblocker = Unblocker(self.aborter.abort)
         self.watch = Watch(self.slot, self.unblocker.unblock)
+        self._pulse: Pulse | None = None
         injector.break_connections = self.unblocker.unblock
         self.channel = RankChannel.from_environment(self.watch.on_message)
         if self.channel is not None:
@@ -44,11 +53,27 @@ class Process:
             if backend == "gloo":  # NCCL talks to its store all the time
                 gloo.abandon_lost_messages(lambda: self.watch.disturbed(True))
                 self._pulse = Pulse(self.unblocker.own)
-                self.channel.on_quiet = self._quiet
+            self.channel.on_quiet = self._quiet
+        self._quiet_since = self._asked = 0.0
+        self.iteration_takes: Callable[[], float] = lambda: math.inf
+        """Returns the usual seconds of the iteration under way; infinite between two, when nothing may ask torch."""
 
     def _quiet(self, fresh: bool) -> CollectiveProgress | None:
-        moved = self._pulse.measure(fresh)
-        return CollectiveProgress(moved) if moved else None
+        now = time.monotonic()
+        self._quiet_since = now - QUIET_SECONDS if fresh else self._quiet_since
+        moved = self._pulse.measure(fresh) if self._pulse is not None else 0
+        found = self._progress_of_groups(now)
+        return CollectiveProgress(moved, found) if moved or found else None
+
+    def _progress_of_groups(self, now: float) -> dict[str, tuple[int, int, str]]:
+        """Return how far this rank is in each of its groups, if it stands still; empty otherwise. Reading the flight
+        recorder takes milliseconds."""
+        patience = max(STALL_SECONDS, STALL_FACTOR * self.iteration_takes())
+        if now - self._quiet_since < patience or now - self._asked < ASK_SECONDS:
+            return {}
+        self._asked = now
+        # Names of the generation's groups end with their members; a script's own may mean other groups elsewhere.
+        return {name: (begun, ended, words) for name, (begun, ended, words) in collectives().items() if "." in name}
 
     @property
     def device(self) -> torch.device:

@@ -19,6 +19,7 @@ Invariants, in every rank and whatever happens:
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -178,6 +179,7 @@ class Training:
         wanted = check_settings() if self._channel is not None else (0, 0)
         self._checks = Checks(self._member, self._gradients, self._state, lambda: self._exchange.tells(), wanted)
         self._trials.can_go_back = lambda: self._checks.verifies
+        current.iteration_takes = lambda: math.inf if self._at.phase == "stepped" else self._at.seconds
         self._member.report = self._reporter.status
         if self._channel is not None:
             self._channel.progress = self._reporter.progress

@@ -163,6 +163,16 @@ def test_what_a_plain_program_starts_does_not_hear_a_signal_for_which_it_has_a_h
     assert done.stdout.split() == ["True", "True", "True", "True", "False", "False", "False", "False"], done.stderr
 
 
+@pytest.mark.parametrize(("enqueued", "completed", "ended"), [(7, 7, 5), (7, 6, 4), (7, 9, 5)])
+def test_sends_and_receives_are_no_collectives(enqueued, completed, ended):
+    """The recorder's numbers of a group count them, and those of its entries do not."""
+    entry = {"process_group": ["mesh.1.0.1", "undefined"], "pg_id": 2, "collective_seq_id": 5, "is_p2p": False}
+    entry |= {"profiling_name": "gloo:all_reduce", "input_sizes": [[4]]}
+    status = {"last_enqueued_collective": str(enqueued), "last_completed_collective": str(completed)}
+    found = counters.latest({"entries": [entry], "pg_status": {"2": status}})
+    assert found == {"mesh.1.0.1": [5, ended, "gloo:all_reduce [[4]]"]}
+
+
 def test_a_group_made_again_counts_from_one_and_is_called_by_its_description():
     """Asked of the real recorder: it keeps the first group's collectives, under the same name."""
     code = """if True:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -38,6 +39,10 @@ COLD = AlwaysCold("there is no zygote")
 
 _rank_fields = structs.RankStatus.__struct_fields__  # in the order of its array
 Environment = Callable[[int, int, int], dict[str, str]]  # (slot, local rank, incarnation) -> its process's
+
+
+def _reached(status: Status | structs.RankStatus) -> tuple[Any, ...]:
+    return status.generation, status.iteration, status.phase, len(status.done)
 
 
 class Rank:
@@ -176,11 +181,17 @@ class Rank:
                 before.changed = time.time()
                 return True
             case CollectiveProgress():
-                before.moved, before.changed = msgspec.convert(message.moved, ranges.Count), time.time()
+                if message.moved:
+                    before.moved = msgspec.convert(message.moved, ranges.Count)
+                if message.collectives:
+                    before.collectives = msgspec.convert(message.collectives, structs.Collectives)
+                before.changed = time.time()
                 return False
             case Status():
                 if message.state not in RANK_STATES:
                     raise ValueError(f"{message.state!r} is no state that a rank may have")
+                if _reached(message) != _reached(before):
+                    before.collectives = {}
                 values = [getattr(before if name in AGENTS_OWN else message, name) for name in _rank_fields]
                 self.status = msgspec.convert(msgspec.to_builtins(values), structs.RankStatus)
                 if before.fault is not None and before.fault.fatal:

@@ -394,10 +394,13 @@ def _all_wait(job: JobView) -> bool:
 
 
 def behind(job: JobView) -> list[Laggard]:
-    """Return the members that are furthest behind, if others wait for them; none if all are at the same point."""
-    if found := lagging(_collectives(job)):
-        return [Laggard(c.slot, c.phase, c.reason) for c in found if c.slot is not None]
+    """Return the members that are furthest behind, if others wait for them; none if all are at the same point. Ranks of
+    a session say by themselves how far they are; the flight recorder tells which of those that are equally far has not
+    come to a collective."""
     progress = _progress(job)
+    found = {c.slot: Laggard(c.slot, c.phase, c.reason) for c in lagging(_collectives(job)) if c.slot is not None}
+    if found and not job.state.mode.reports:
+        return list(found.values())
     if not job.state.mode.reports and all(item.phase != "reducing" for item in progress.values()):
         return []  # nobody waits
     reached = {slot: item.collectives for slot, item in progress.items()}
@@ -405,7 +408,9 @@ def behind(job: JobView) -> list[Laggard]:
     late = sorted((slot for slot, count in reached.items() if count < most), key=lambda slot: (reached[slot], slot))
     last = {slot for slot in late if reached[slot] == least}
     if not last:
-        return []
+        return list(found.values())
+    if found.keys() <= last and found:
+        return [one._replace(phase=progress[slot].phase) for slot, one in found.items()]
     ahead = [slot for slot, count in reached.items() if count == most]
     words: dict[int, str] = {}
     where = f"{len(ahead)} other{'s wait' if len(ahead) > 1 else ' waits'} in {_place(job, ahead[0])}"

@@ -67,7 +67,14 @@ def test_a_status_says_what_is_the_ranks_to_say():
 
 
 @pytest.mark.parametrize(
-    "said", [STEP, CollectiveProgress(7), Timing(3, 9.0, {"stepped": 1.5}), Fault("OSError", "no", 5.0, "", "", 3, 1)]
+    "said",
+    [
+        STEP,
+        CollectiveProgress(7),
+        CollectiveProgress(0, {"mesh.1.0.1": (9, 8, "gloo:all_gather")}),
+        Timing(3, 9.0, {"stepped": 1.5}),
+        Fault("OSError", "no", 5.0, "", "", 3, 1),
+    ],
 )
 def test_what_a_rank_says_arrives_as_it_was_said(said):
     head, arrived = from_rank(rank_messages.encode(said, 5, 2))

@@ -39,7 +39,12 @@ def test_progress_of_a_transfer_is_told_with_the_next_status(rank):
     assert not rank.on_message(Status("entering", entering=4, moved=1 << 30)) and rank.status.moved == 1 << 30
     assert not rank.on_message(CollectiveProgress(1 << 31)), "from the channel's own thread"
     assert rank.status.state == "entering" and rank.status.entering == 4 and rank.status.moved == 1 << 31
+    assert not rank.on_message(CollectiveProgress(0, {"a.0.1": (3, 2, "gloo:all_reduce")}))
+    assert rank.status.moved == 1 << 31 and rank.status.collectives == {"a.0.1": (3, 2, "gloo:all_reduce")}
     assert rank.on_message(Status("running")) and rank.status.moved == 0
+    assert rank.status.collectives, "it stands where it stood"
+    rank.on_message(Status("running", iteration=1))
+    assert not rank.status.collectives
 
 
 def test_an_exception_that_ends_the_process_is_kept_beside_the_status(rank):

@@ -65,6 +65,35 @@ def test_a_hanging_rank_is_named_dumped_stopped_and_replaced(training, snapshot)
     assert sorted(world.job("1").members) == [0, 2]
 
 
+SHARDS = {  # of the rank that has not come, the one that waits for it in their group, and one in another group
+    0: {"alike.0.2": (4, 4, "gloo:all_reduce"), "mesh.1.0.1": (9, 9, "gloo:all_gather")},
+    1: {"alike.1.2": (4, 4, "gloo:all_reduce"), "mesh.1.0.1": (10, 9, "gloo:all_gather")},
+    2: {"alike.0.2": (5, 4, "gloo:all_reduce"), "alike.1.2": (5, 4, "gloo:all_reduce")},
+}
+
+
+def test_of_ranks_that_are_equally_far_the_one_that_others_wait_for_is_named(training):
+    hang(training, [0, 1])
+    for agent in training.agents:
+        for slot in agent.slots:
+            agent.set(slot, collectives=SHARDS[slot])
+    training.run(3 * USUAL + 0.5)
+    (hung,) = (event.record for event in events(training, "hang"))
+    assert [culprit.slot for culprit in hung.culprits] == [0] and hung.culprits[0].phase == "computing"
+    assert (
+        "slot 0 has not begun collective 5 of group alike.0.2 (gloo:all_reduce), in which 1 other waits" in hung.reason
+    )
+
+
+def test_what_a_flight_recorder_says_against_the_ranks_own_word_does_not_count(training):
+    hang(training, [1])
+    for agent in training.agents:
+        for slot in agent.slots:
+            agent.set(slot, collectives=SHARDS[slot])
+    training.run(3 * USUAL + 0.5)
+    assert [culprit.slot for culprit in events(training, "hang")[0].record.culprits] == [1]
+
+
 def test_a_rank_that_goes_on_while_its_stacks_are_taken_is_left_alone(training):
     hang(training, [1])
     training.run(3 * USUAL + 0.4)
