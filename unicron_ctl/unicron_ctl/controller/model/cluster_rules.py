@@ -93,9 +93,10 @@ def on_remember_progress(state: ClusterState, event: Event, record: records.Reco
 def on_pair_test(state: ClusterState, event: Event, record: records.PairTest) -> None:
     """Learns from a pair test."""
     if record.state in ("good", "slow", "bad"):
-        results = state.pair_results.setdefault(record.evidence, PairResults())
+        results = state.pair_results.get(record.evidence, PairResults()).of(event.time)
         results.tested += 1
         results.confirmed += record.state != "good"
+        state.pair_results[record.evidence] = results
     if record.seconds:
         state.pair_seconds.setdefault(record.alike, deque(maxlen=PAIRS_KEPT)).extend(record.seconds)
 

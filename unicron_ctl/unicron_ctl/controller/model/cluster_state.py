@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from unicron_ctl.controller.model.job_state import JobState
 from unicron_ctl.controller.model.node_state import NodeState
 from unicron_ctl.shared.log.records import ObservedWeek
+from unicron_ctl.shared.log.thinning import DAY
 from unicron_detector.failures.fault_history import History
 
 TAKES_KEPT = 5000
+RESULTS_HALF_LIFE = 7 * DAY
 REQUEUES = ("requeue", "requeue_hold")
 HOLDS = ("hold", "requeue_hold")
 GIVES_BACK = (*REQUEUES, "shrink")  # actions that take nodes from a job
@@ -79,11 +81,18 @@ class PlanReport:
 
 @dataclass
 class PairResults:
-    """Outcomes of pair tests for one kind of evidence."""
+    """Outcomes of pair tests for one kind of evidence, at one time. A week halves what they count: else what such
+    evidence was worth once would decide for good, and without a test nothing new is learned."""
 
-    tested: int = 0
-    confirmed: int = 0
+    tested: float = 0.0
+    confirmed: float = 0.0
     """Tests in which the node was bad or slow."""
+    at: float = 0.0
+
+    def of(self, now: float) -> PairResults:
+        """Return what they count now."""
+        left = 0.5 ** (max(0.0, now - self.at) / RESULTS_HALF_LIFE)
+        return PairResults(self.tested * left, self.confirmed * left, max(self.at, now))
 
 
 @dataclass

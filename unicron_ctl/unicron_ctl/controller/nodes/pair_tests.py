@@ -132,12 +132,12 @@ def _partners(node: NodeInfo, others: Iterable[NodeInfo]) -> tuple[str, ...]:
 
 def _is_worth_it(view: View, one: Candidate, nodes: int, listing: Listing, node: NodeInfo) -> tuple[bool, str]:
     """Compare what a test may save with what it costs."""
-    results = view.state.pair_results.get(one.evidence, PairResults())
+    results = view.state.pair_results.get(one.evidence, PairResults()).of(view.now)
     chance = (results.confirmed + 1) / (results.tested + 2)  # Laplace's rule of succession
     gain, cost = chance * LOST_SECONDS, nodes * TEST_SECONDS
     if any(set(e.partition.split(",")) & set(node.partitions) for e in listing.waiting):
         cost *= WAITED_FOR
-    sums = f"of {results.tested} nodes so tested {results.confirmed} were at fault"
+    sums = f"of {results.tested:.3g} nodes so tested lately {results.confirmed:.3g} were at fault"
     return gain > cost, f"{sums}, so it saves {gain:.0f} node-seconds and costs {cost:.0f}"
 
 

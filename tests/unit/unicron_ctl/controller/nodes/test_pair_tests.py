@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.scenarios import recorded
 from tests.support.world import FakeSlurm, World
+from unicron_ctl.controller.model.cluster_state import RESULTS_HALF_LIFE, PairResults
 from unicron_ctl.controller.model.requests import TestPairs
 from unicron_ctl.controller.nodes.pair_tests import AGAIN_SECONDS, IDLE_SECONDS, candidates
 from unicron_ctl.shared.log import records
@@ -148,6 +149,24 @@ def test_what_tests_have_found_decides_whether_another_is_worth_it():
     suspected(world, "n3")
     world.run(10.0)
     assert [one.node for one in world.pair_tests] == ["n3"]
+
+
+def test_what_tests_have_found_is_forgotten_so_that_no_kind_of_evidence_is_out_for_good():
+    results = PairResults(tested=50, confirmed=10, at=1000.0)
+    assert results.of(500.0) == PairResults(50, 10, 1000.0), "no clock goes back"
+    assert results.of(1000.0 + RESULTS_HALF_LIFE) == PairResults(25, 5, 1000.0 + RESULTS_HALF_LIFE)
+    world = cluster()
+    for _ in range(200):
+        world.core.append("", 0, records.PairTest("n1", "good", "odd", reason="test"))
+    stands_out(world)
+    world.run(10 * IDLE_SECONDS)
+    assert not world.pair_tests
+    world.now += 4 * RESULTS_HALF_LIFE
+    world.run(2.0)
+    stands_out(world)
+    world.run(IDLE_SECONDS + 10.0)
+    assert [one.node for one in world.pair_tests] == ["n2"]
+    assert "of 12.5 nodes so tested lately 0 were" in recorded(world, records.PairTest)[-1].reason
 
 
 def test_the_limit_for_speeds_is_learned_from_earlier_pairs():
