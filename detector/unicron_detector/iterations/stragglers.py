@@ -9,7 +9,7 @@ for as long: the test learns the highest level that each length of run has reach
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from itertools import groupby
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ RUNS = (*QUICK, *LONG)
 LONG_EVERY = 4  # iterations between two tests of the long ones
 WARM_UP = 8  # iterations after a start, in which newcomers compile and fill their caches
 SETTLING = 32  # iterations after them, in which only runs of FIRST and more count
+SURVIVORS_SKIP = 1  # iterations after a start that are passed over for ranks that had trained before it
 FIRST = 16
 DELAY = 64  # iterations until a run is learned from: a fault must not raise its own limit
 BATCH = 16  # iterations that are learned from at once
@@ -55,6 +56,10 @@ class _Noise(NamedTuple):
     """The standard deviation of each rank."""
     again: float
     """The correlation of an iteration with the one before."""
+
+    def of(self, source: list[int]) -> _Noise:
+        """Return the noise of these ranks."""
+        return self._replace(around=self.around[source], error=self.error[source])
 
     def errors(self, run: int) -> Floats:
         """Return for each rank the standard error of the mean of a run. Noise also comes in runs."""
@@ -85,19 +90,30 @@ class Stragglers:
         """The most by which a healthy rank exceeded its usual level, for each length of run."""
         self._noisiest, self._most_again = 0.0, 0.0
         """The noise of all ranks together, at its highest."""
+        self._slots: tuple[int, ...] = ()
+        self._known: _Noise | None = None
+        self._before: tuple[tuple[int, ...], _Noise | None] = self._slots, None
+        """The slots of the last generation that was compared, and their noise."""
         self.clear()
 
-    def clear(self) -> None:
+    def clear(self, survivors: Collection[int] = ()) -> None:
         """Start again: the ranks or their work have changed. `current` stays until the next comparison, and so does
-        what is known of the job's noise."""
-        self._slots: tuple[int, ...] = ()
+        what is known of the job's noise. survivors: slots whose processes had trained before, with no more
+        micro-batches than now, and beside no newcomer: they need no time to compile, and their noise is known."""
+        self._before = (self._slots, self._known) if self._slots else self._before
+        self._survivors = frozenset(survivors)
+        self._slots = ()
         self._groups: list[list[int]] = []
         self._entered: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         """The iteration in memory with which each rank's own ones begin."""
+        self._settled: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        """The iteration in memory from which on each rank is judged by short runs, too."""
+        self._sound = 0
+        """The iteration in memory from which on nobody compiles: earlier ones teach nothing."""
         self._to_skip, self._count = WARM_UP, 0
         self._apart: Floats = np.zeros((0, MEMORY))
         self._seconds: Floats = np.zeros((0, MEMORY, len(OWN_TIMES)))
-        self._known: _Noise | None = None
+        self._known = None
         self._unlearned = 0
 
     def observe(self, row: Row, groups: Mapping[int, Hashable] | None = None) -> Culprit | None:
@@ -106,7 +122,8 @@ class Stragglers:
         of many ranks only some are compared at a time."""
         slots = tuple(sorted(row))
         if slots != self._slots and (groups or not self._go_on_with(slots)):
-            self.clear()
+            if self._slots:
+                self.clear()
             self._begin_with(slots, groups or {})
         if self._to_skip:
             self._to_skip -= 1
@@ -128,13 +145,14 @@ class Stragglers:
         new = [number for number, slot in enumerate(slots) if slot not in places]
         if 2 * len(new) > len(slots) or len(slots) < 2:
             return False
-        source = [places.get(slot, number % len(places)) for number, slot in enumerate(slots)]
+        source = _sources(self._slots, slots)
         self._apart, self._seconds, self._entered = self._apart[source], self._seconds[source], self._entered[source]
         if new and self._count:
             self._apart[new] -= np.median(self._apart[new, : self._count], axis=1, keepdims=True)
-        self._entered[new] = self._count
+        self._entered[new] = np.maximum(self._count, self._sound)
+        self._settled = np.where(np.isin(np.arange(len(slots)), new), self._settled.max(), self._settled[source])
         if self._known is not None:
-            self._known = self._known._replace(around=self._known.around[source], error=self._known.error[source])
+            self._known = self._known.of(source)
         self._slots, self._groups = slots, [[*range(len(slots))]]
         return True
 
@@ -146,6 +164,14 @@ class Stragglers:
         self._apart = np.zeros((len(slots), MEMORY))
         self._seconds = np.zeros((len(slots), MEMORY, len(OWN_TIMES)))
         self._entered = np.zeros(len(slots), dtype=np.int64)
+        self._settled = np.full(len(slots), SETTLING)
+        before, known = self._before
+        if self._survivors and known is not None:
+            self._known = known.of(_sources(before, slots))
+            self._to_skip, self._sound = SURVIVORS_SKIP, WARM_UP - SURVIVORS_SKIP
+            survived = np.isin(slots, [*self._survivors])
+            self._entered = np.where(survived, 0, self._sound)
+            self._settled = np.where(survived, 0, self._sound + SETTLING)
 
     def _add(self, table: Floats) -> None:
         if self._count == MEMORY:  # forget the older half
@@ -154,6 +180,8 @@ class Stragglers:
             self._seconds[:, :kept] = self._seconds[:, kept:]
             self._count = kept
             self._entered = np.maximum(0, self._entered - kept)
+            self._settled = np.maximum(0, self._settled - kept)
+            self._sound = max(0, self._sound - kept)
         work = np.log(np.clip(table.sum(axis=1), SMALLEST, LARGEST))
         for places in self._groups:
             self._apart[places, self._count] = work[places] - _median_of_others(work[places])
@@ -172,6 +200,8 @@ class Stragglers:
             run, quick = RUNS[number]
             heights = _heights(self._apart[:, now - run : now], quick)
             heights[self._entered > now - run] = -np.inf
+            if run < FIRST:
+                heights[now <= self._settled] = -np.inf
             if heights.max() <= LEAST:
                 continue
             errors = noise.errors(run)
@@ -185,7 +215,7 @@ class Stragglers:
         return best
 
     def _is_due(self, run: int) -> bool:
-        if run < FIRST and self._count <= SETTLING:
+        if run < FIRST and self._count <= self._settled.min():
             return False
         return run <= QUICK[-1][0] or self._count % LONG_EVERY == 0
 
@@ -196,11 +226,11 @@ class Stragglers:
     def _measure(self, upto: int) -> _Noise:
         """Measure the noise around each rank's own level: one that is slow from the start differs by the same in each
         iteration."""
-        apart = self._apart[:, :upto]
+        apart = self._apart[:, self._sound : upto]
         around = apart - np.median(apart, axis=1, keepdims=True)
         power = (around**2).sum(axis=1) + 1e-18
         again = float(np.clip(((around[:, 1:] * around[:, :-1]).sum(axis=1) / power).mean(), 0.0, 0.98))
-        error = np.sqrt(power / upto)
+        error = np.sqrt(power / apart.shape[1])
         least = max(math.sqrt(float((error**2).mean())), self._noisiest)
         return _Noise(around, np.maximum(error, least), max(again, self._most_again))
 
@@ -220,7 +250,8 @@ class Stragglers:
         """Learn from iterations that ended a while ago, a batch at once."""
         self._unlearned += 1
         last = self._count - DELAY
-        if self._unlearned < BATCH or last < DELAY + BATCH or not self._groups:
+        known = last - self._sound
+        if self._unlearned < BATCH or known < DELAY + BATCH or not self._groups:
             return
         self._unlearned = 0
         self._known = self._measure(last)
@@ -228,7 +259,7 @@ class Stragglers:
         self._most_again = max(self._most_again * DECAY, self._known.again)
         self._highest *= DECAY
         for number, (run, quick) in enumerate(RUNS):
-            if last < run + BATCH:
+            if known < run + BATCH:
                 continue
             ended = self._known.around[:, -BATCH - run + 1 :]
             windows = np.lib.stride_tricks.sliding_window_view(ended, run, axis=1)
@@ -252,6 +283,12 @@ class Stragglers:
     def _peers(self, place: int) -> list[int]:
         group = next(places for places in self._groups if place in places)
         return [other for other in group if other != place]
+
+
+def _sources(before: tuple[int, ...], slots: tuple[int, ...]) -> list[int]:
+    """Return for each slot its place before, or the place of a rank whose noise it borrows."""
+    places = {slot: place for place, slot in enumerate(before)}
+    return [places.get(slot, number % len(places)) for number, slot in enumerate(slots)]
 
 
 def _heights(runs: Floats, quick: int) -> Floats:

@@ -84,6 +84,52 @@ def test_what_is_known_of_the_noise_outlives_a_new_generation():
         assert feed(watch, rows(4, 80, draw, seed=seed)) == (0, None)
 
 
+def compiling(table, newcomers=()):
+    """A newcomer takes five times as long at first, and twice as long for some more."""
+    for number, row in enumerate(table):
+        for slot in newcomers:
+            for name in TWICE:
+                row[slot][name] *= 5.0 if number < 3 else 2.0 if number < 7 else 1.0
+        yield row
+
+
+def noisy(rng):
+    return lambda _: rng.gauss(1.0, 0.05)
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_beside_a_newcomer_a_survivor_is_named_within_five_iterations_and_the_newcomer_is_not(slow):
+    watch = Stragglers()
+    feed(watch, rows(4, 300, noisy))
+    watch.clear({0, 1, 2})
+    watch.clear({0, 1, 2})  # the generation between them made no iteration
+    named, culprit = feed(watch, compiling(rows(4, 5, noisy, slow={slow: TWICE}, seed=2), [3]))
+    assert named == 1 and culprit.slot == slow
+
+
+def test_a_newcomer_that_stays_slow_is_named_after_its_own_grace():
+    watch = Stragglers()
+    feed(watch, rows(4, 300, noisy))
+    watch.clear({0, 1, 2})
+    table = list(compiling(rows(4, 25, noisy, slow={3: TWICE}, seed=2), [3]))
+    assert feed(watch, table[:24]) == (0, None)
+    assert feed(watch, table[24:])[1].slot == 3
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_no_false_alarms_in_generations_with_a_newcomer(name):
+    """Nor does it teach that such differences are usual."""
+    watch = Stragglers()
+    feed(watch, rows(4, 600, DISTRIBUTIONS[name]))
+    for seed in range(cases(12)):
+        new = seed % 4
+        watch.clear({0, 1, 2, 3} - {new})
+        assert feed(watch, compiling(rows(4, 180, DISTRIBUTIONS[name], seed=seed), [new])) == (0, None)
+    if name == "normal 2 %":
+        watch.clear({0, 1, 2})
+        assert feed(watch, compiling(rows(4, 5, slow={1: TWICE}), [3]))[1].slot == 1
+
+
 def test_less_than_a_tenth_does_not_count():
     assert feed(Stragglers(), rows(8, 500, slow={2: {"backward": 1.12}})) == (0, None)
 

@@ -249,6 +249,7 @@ class JobTimes:
         if generation == self.generation:
             return
         nodes = len(job.inside)
+        more = nodes > self.nodes
         if self.nodes and nodes and nodes != self.nodes:
             if self.monitor.learned:
                 self.memory = self.monitor.average * max(1.0, self.nodes / nodes)
@@ -261,7 +262,10 @@ class JobTimes:
         old = job.worked if job.mode.keeps_state else {}  # else all processes are new
         self.newcomers = {slot for slot, process in job.members.items() if old.get(slot) != process}
         self.phases.clear()
-        self.stragglers.clear()
+        # A newcomer's compiler takes time from the ranks beside it, and more nodes leave each rank less to average.
+        busy = {job.node(slot) for slot in self.newcomers}
+        survivors = [slot for slot in job.members if slot not in self.newcomers and job.node(slot) not in busy]
+        self.stragglers.clear(() if more else survivors)
 
     def on_step(self, step: structs.StepTable, reports: bool = True, lanes: int = 1) -> None:
         """Note the phase times of one agent's ranks. reports: they report what they do; for others, all but waiting is
