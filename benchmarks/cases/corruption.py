@@ -87,14 +87,16 @@ def line(outcome: Outcome) -> str:
 
 def table(outcomes: Sequence[Outcome], report: Report) -> None:
     """Print found of all that matter, by kind and class of bits, and how many left a wrong state."""
-    report.row("found / injected (wrong state kept)", *CLASSES, label=36, width=17)
+    report.row("found / injected (wrong state kept)", *CLASSES, "all; the rank right", label=36, width=17)
     for kind in KINDS:
         cells = []
         for name in CLASSES:
             those = [each for each in outcomes if each.fault.kind == kind and each.fault.bits == name and each.matters]
             wrong = kept(those)
             cells.append(f"{found_of(those)}/{len(those)} ({wrong})" if those else "-")
-        report.row(kind, *cells, label=36, width=17)
+        those = [each for each in outcomes if each.fault.kind == kind and each.matters]
+        right = sum(each.right for each in those)
+        report.row(kind, *cells, f"{found_of(those)}/{len(those)}; {right}", label=36, width=17)
 
 
 def found_of(outcomes: Sequence[Outcome]) -> int:
@@ -120,13 +122,13 @@ def totals(outcomes: Sequence[Outcome], report: Report) -> None:
     copies = [each for each in changed if each.fault.where in ("memory", "file")]
     lasting = [each for each in matters if each.fault.kind in UNITS or each.fault.where in ("weight", "moment")]
     found = [each for each in lasting if each.by]
-    named = [each for each in found if each.named]
-    if named:
-        right = sum(each.right for each in named) / len(named)
+    if found:
+        right = sum(each.right for each in found) / len(found)
+        named = [each for each in found if each.named]
         delays = sorted(each.delay for each in found)
         report.text(f"{len(lasting)} defective units and changed numbers; {len(named)} findings name a rank")
         report.figure("found, of defective units and changed numbers", len(found) / len(lasting), "", least=1.0)
-        report.figure("culprit right, of those findings that name one", right, "", least=0.99)
+        report.figure("culprit right, of all that was found", right, "", least=0.99)
         report.figure("iterations from the fault until it is found, median", statistics.median(delays))
         report.figure("the same, most", delays[-1], "", most=campaign.COMPARE)
         report.figure("wrong states kept after one of them", kept(lasting), "", most=0)
@@ -151,6 +153,8 @@ def runs(sizes: Sizes, report: Report) -> None:
             found, told = healthy.alarms(Path(folder), run)
         alarms, done = alarms + bool(found), done + 1
         report.text(f"{run.title}: {'; '.join(found) or 'no alarm'}{''.join(f'; {text}' for text in told[:1])}")
+    if done < sizes.runs:
+        report.text(f"only {done} of {sizes.runs} runs were made")
     what = f"alarms in {done} runs of {sizes.iterations} iterations, N={healthy.AUDIT}, M={healthy.COMPARE}"
     report.figure(what, alarms, "", most=0)
 

@@ -217,7 +217,7 @@ class Campaign:
         outcome.by, outcome.named, text = found[0]
         outcome.right = all(named == f"slot {outcome.fault.slot}" for _, named, _ in found)
         at = re.search(r"iteration (\d+)", text)
-        outcome.delay = int(at[1]) - outcome.struck if at else -1
+        outcome.delay = int(at[1]) - outcome.struck if at else WINDOW
         return True
 
     def _find_image(self, outcome: Outcome, logged: int) -> None:

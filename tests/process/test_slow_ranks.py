@@ -3,6 +3,8 @@ to the spare at a boundary."""
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.support.jobs import FOREVER, TINY_PLAIN, World
@@ -39,3 +41,38 @@ def test_a_slow_rank_is_named_and_the_spare_takes_its_place_without_a_stop(job):
     assert job.failures() == [] and job.events("break") == [] and job.job()["ledger_violations"] == 0
     kinds = [decision["kind"] for decision in job.ask("explain", job="7")["decisions"]]
     assert "node_swap" in kinds and "avoided" in kinds
+
+
+LATE = """
+import os, time, torch, unicron
+unicron.init_process_group("gloo")
+slot, model = os.environ["UNICRON_SLOT"], torch.nn.Linear(4, 4)
+session = unicron.Session(
+    model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), micro_batches=2, train_iterations=12,
+    fetch=lambda iteration, index: torch.full((2, 4), 0.1 * index), forward_step=lambda data, model: model(data).sum(),
+)
+states, report = session._statement, session._reporter.report_step
+
+def late():
+    if slot == "1":
+        time.sleep(0.1)
+    return states()
+
+def tell(phases):
+    print(f"slot {slot}: step {phases['step'] < 0.05}, reduce {phases['reduce'] < 0.05}", flush=True)
+    report(phases)
+
+session._statement, session._reporter.report_step = late, tell
+for _ in session:
+    pass
+"""
+
+
+def test_the_wait_in_the_commit_is_no_work_of_the_rank(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(LATE)
+    with World(tmp_path, nodes=2, command=[sys.executable, str(script)], UNICRON_MODE="session") as job:
+        job.wait(lambda: job.job().get("ended"), "the job is ended", 60)
+        logs = job.array.logs
+    assert logs.count("slot 0: step True, reduce False") >= 10, logs
+    assert logs.count("slot 1: step False, reduce True") >= 10, logs

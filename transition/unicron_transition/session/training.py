@@ -161,7 +161,7 @@ class Training:
         self._next_assignment: list[int] | None = None
         self._ordered_next = True
         self._committed = False
-        self._reduce_seconds = self._outside_seconds = 0.0
+        self._reduce_seconds = self._commit_seconds = self._outside_seconds = 0.0
         self._self_stops = 0
         self._communicating = False  # the script does, between two iterations
         self._disturbed = False  # a rank was lost since the others may have stepped: they may be in the next iteration
@@ -229,6 +229,7 @@ class Training:
     # ------------------------------------------------------------ an iteration
     def _train_iteration(self) -> StepResult:
         began = time.perf_counter()
+        self._commit_seconds = 0.0
         self._agreed_offer, self._committed, self._disturbed = None, False, False
         self._saving.begin_iteration()
         self._trials.begin_iteration()
@@ -393,7 +394,9 @@ class Training:
             if not unsound:  # otherwise no plan may step it
                 self._set_phase("synced")
             saving, first, told = self._saving, self._gradients.first, self._statement()
+            began = time.perf_counter()
             result = self._exchange.commit(self._watch.offer, first, saving.wanted, saving.busy, unsound, told)
+            self._commit_seconds += time.perf_counter() - began
             self._agreed_offer, self._ordered_next = result.offer, result.first
         self._on_commit(result)
         self._watch.hold_off(not self._local.sharded)  # from here on the step waits for no peer
@@ -452,7 +455,11 @@ class Training:
         )
         self._set_phase("stepped")
         self._reporter.report_step(
-            {"reduce": self._reduce_seconds, "step": now - stepping, "outside": self._outside_seconds}
+            {
+                "reduce": self._reduce_seconds + self._commit_seconds,  # it waits for the others in both
+                "step": now - stepping - self._commit_seconds,
+                "outside": self._outside_seconds,
+            }
         )
         self._at.iteration = self._at.ledger.iteration + 1
         return result
