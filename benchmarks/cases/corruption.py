@@ -87,7 +87,7 @@ def line(outcome: Outcome) -> str:
 
 def table(outcomes: Sequence[Outcome], report: Report) -> None:
     """Print found of all that matter, by kind and class of bits, and how many left a wrong state."""
-    report.row("found / injected (wrong state kept)", *CLASSES, "all; the rank right", label=36, width=17)
+    report.row("found / injected (wrong state kept)", *CLASSES, "all; right", label=36, width=17)
     for kind in KINDS:
         cells = []
         for name in CLASSES:

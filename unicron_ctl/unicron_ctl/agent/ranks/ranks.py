@@ -41,7 +41,7 @@ _rank_fields = structs.RankStatus.__struct_fields__  # in the order of its array
 Environment = Callable[[int, int, int], dict[str, str]]  # (slot, local rank, incarnation) -> its process's
 
 
-def _reached(status: Status | structs.RankStatus) -> tuple[Any, ...]:
+def _standing(status: Status | structs.RankStatus) -> tuple[Any, ...]:
     return status.generation, status.iteration, status.phase, len(status.done)
 
 
@@ -190,7 +190,7 @@ class Rank:
             case Status():
                 if message.state not in RANK_STATES:
                     raise ValueError(f"{message.state!r} is no state that a rank may have")
-                if _reached(message) != _reached(before):
+                if _standing(message) != _standing(before):
                     before.collectives = {}
                 values = [getattr(before if name in AGENTS_OWN else message, name) for name in _rank_fields]
                 self.status = msgspec.convert(msgspec.to_builtins(values), structs.RankStatus)

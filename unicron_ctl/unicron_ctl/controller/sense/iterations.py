@@ -397,10 +397,18 @@ def behind(job: JobView) -> list[Laggard]:
     """Return the members that are furthest behind, if others wait for them; none if all are at the same point. Ranks of
     a session say by themselves how far they are; the flight recorder tells which of those that are equally far has not
     come to a collective."""
-    progress = _progress(job)
     found = {c.slot: Laggard(c.slot, c.phase, c.reason) for c in lagging(_collectives(job)) if c.slot is not None}
-    if found and not job.state.mode.reports:
+    own = [] if found and not job.state.mode.reports else _by_own_word(job)
+    if not own:
         return list(found.values())
+    phases = {one.slot: one.phase for one in own}
+    agreed = found if found.keys() <= phases.keys() else {}
+    return [one._replace(phase=phases[slot]) for slot, one in agreed.items()] or own
+
+
+def _by_own_word(job: JobView) -> list[Laggard]:
+    """Return those that are behind by what all ranks say of themselves."""
+    progress = _progress(job)
     if not job.state.mode.reports and all(item.phase != "reducing" for item in progress.values()):
         return []  # nobody waits
     reached = {slot: item.collectives for slot, item in progress.items()}
@@ -408,9 +416,7 @@ def behind(job: JobView) -> list[Laggard]:
     late = sorted((slot for slot, count in reached.items() if count < most), key=lambda slot: (reached[slot], slot))
     last = {slot for slot in late if reached[slot] == least}
     if not last:
-        return list(found.values())
-    if found.keys() <= last and found:
-        return [one._replace(phase=progress[slot].phase) for slot, one in found.items()]
+        return []
     ahead = [slot for slot, count in reached.items() if count == most]
     words: dict[int, str] = {}
     where = f"{len(ahead)} other{'s wait' if len(ahead) > 1 else ' waits'} in {_place(job, ahead[0])}"
