@@ -245,10 +245,8 @@ def latest(trace: dict[str, Any]) -> dict[str, list[Any]]:
         called = f" of {about}" if about not in ("", "undefined") else ""
         words = f"{entry['profiling_name']}{called} {entry['input_sizes']}"[:80]
         # These two count sends and receives as well, and the numbers of the entries do not.
-        under_way = int(status.get("last_enqueued_collective", number)) - int(
-            status.get("last_completed_collective", 0)
-        )
-        found[group] = order, [number, max(0, number - max(0, under_way)), words]
+        enqueued, completed = (int(status.get(f"last_{what}_collective", 0)) for what in ("enqueued", "completed"))
+        found[group] = order, [number, number - (completed < enqueued), words]
     return {group: progress for group, (_, progress) in found.items()}
 
 

@@ -163,7 +163,7 @@ def test_what_a_plain_program_starts_does_not_hear_a_signal_for_which_it_has_a_h
     assert done.stdout.split() == ["True", "True", "True", "True", "False", "False", "False", "False"], done.stderr
 
 
-@pytest.mark.parametrize(("enqueued", "completed", "ended"), [(7, 7, 5), (7, 6, 4), (7, 9, 5)])
+@pytest.mark.parametrize(("enqueued", "completed", "ended"), [(7, 7, 5), (7, 6, 4), (17, 2, 4)])
 def test_sends_and_receives_are_no_collectives(enqueued, completed, ended):
     """The recorder's numbers of a group count them, and those of its entries do not."""
     entry = {"process_group": ["mesh.1.0.1", "undefined"], "pg_id": 2, "collective_seq_id": 5, "is_p2p": False}

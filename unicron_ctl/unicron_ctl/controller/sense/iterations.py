@@ -32,6 +32,7 @@ from unicron_transition.generations.layout import heads_of
 ORDER = {"computing": 0, "reducing": 1, "synced": 2, "stepped": 3}
 MANY_PATIENCE = 3.0  # times the deadline, before more than half of the ranks may count as stuck
 MOST_STACKS = 8  # of one hang
+RECORDER_SECONDS = 1.5  # within which a rank that stands still says how far its collectives are
 
 
 @dataclass
@@ -280,6 +281,8 @@ def _report_hang(
     culprits = _past_limit(least, limits, waited)
     if least and not culprits:
         return  # those that are behind have longer limits
+    if _recorder_may_tell(job, culprits) and waited < max(limits[one.slot][0] for one in culprits) + RECORDER_SECONDS:
+        return
     usual = f", the usual is {times.monitor.average:.3f} s" if times.monitor.average else ""
     long = f"iteration {iteration} runs for {took:.2f} s{usual}"
     patience = MANY_PATIENCE * times.limit(state, view.config)
@@ -304,6 +307,15 @@ def _report_hang(
         slots = tuple(sorted(state.members))
         out.findings.append(Finding(What.COLLECTIVE, state.job, slots, view.now, Source.CLOCK, text, by="statistics"))
     watch.since, watch.overdue = view.now, None
+
+
+def _recorder_may_tell(job: JobView, culprits: Sequence[Laggard]) -> bool:
+    """Whether several ranks of a replica are equally far, and some have not said yet how far their collectives are: the
+    others of the replica wait for one of them."""
+    if job.replica == 1 or not job.state.mode.reports or len(culprits) < 2:
+        return False
+    statuses = [job.status(one.slot) for one in culprits]
+    return any(status is not None and not status.collectives for status in statuses)
 
 
 def _past_limit(least: Sequence[Laggard], limits: dict[int, Limit], waited: float) -> list[Laggard]:

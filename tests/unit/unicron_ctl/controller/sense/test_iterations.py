@@ -558,6 +558,28 @@ def test_of_a_pipeline_the_slowest_stage_is_named_if_the_times_show_it(stage: in
     assert times.straggler.slot == (2 if stage is None else stage)
 
 
+@pytest.mark.parametrize(("known", "named", "within"), [(True, [0], 1.5), (False, [0, 1], 3.0)])
+def test_the_ranks_of_a_replica_are_not_blamed_before_they_say_how_far_their_collectives_are(known, named, within):
+    world = World(hang_floor_seconds=0.5, stacks_seconds=0.0)
+    world.start_job(nodes=4, replica=2)
+    for iteration in range(20):
+        world.iterate("1", iteration)
+        world.run(0.1)
+    hang(world, [0, 1])
+    began = world.now
+    while world.now < began + 0.4:
+        world.run(0.1)
+    shards = {0: {"mesh.1.0.1": (9, 9, "gloo:all_gather")}, 1: {"mesh.1.0.1": (10, 9, "gloo:all_gather")}}
+    for agent in world.agents:
+        for slot in set(agent.slots) & shards.keys():
+            agent.set(slot, collectives=shards[slot] if known else {})
+    while not events(world, "hang") and world.now < began + 5.0:
+        world.run(0.1)
+    (hung,) = events(world, "hang")
+    assert [culprit.slot for culprit in hung.record.culprits] == named
+    assert within - 0.3 <= hung.time - began <= within + 0.3
+
+
 def test_long_healthy_training_raises_no_alarm(world):
     train(world, 600)
     assert not [e.kind for e in world.log if e.kind in ("hang", "overdue", "degraded", "failure_detected")]
