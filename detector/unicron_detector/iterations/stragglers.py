@@ -94,6 +94,7 @@ class Stragglers:
         self._known: _Noise | None = None
         self._before: tuple[tuple[int, ...], _Noise | None] = self._slots, None
         """The slots of the last generation that was compared, and their noise."""
+        self._survivors = frozenset[int]()
         self.clear()
 
     def clear(self, survivors: Collection[int] = ()) -> None:
@@ -101,7 +102,7 @@ class Stragglers:
         what is known of the job's noise. survivors: slots whose processes had trained before, with no more
         micro-batches than now, and beside no newcomer: they need no time to compile, and their noise is known."""
         self._before = (self._slots, self._known) if self._slots else self._before
-        self._survivors = frozenset(survivors)
+        self._survivors = frozenset(survivors) & self._seasoned()
         self._slots = ()
         self._groups: list[list[int]] = []
         self._entered: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
@@ -115,6 +116,12 @@ class Stragglers:
         self._seconds: Floats = np.zeros((0, MEMORY, len(OWN_TIMES)))
         self._known = None
         self._unlearned = 0
+
+    def _seasoned(self) -> frozenset[int]:
+        """Return the slots whose ranks have had their time to compile: a newcomer of the last generation may not."""
+        if not self._slots or self._to_skip:
+            return self._survivors
+        return frozenset(slot for slot, end in zip(self._slots, self._settled, strict=True) if self._count > end)
 
     def observe(self, row: Row, groups: Mapping[int, Hashable] | None = None) -> Culprit | None:
         """Add one iteration, slot -> phase -> seconds for equal work, and return ``current``. groups: slot -> ranks

@@ -219,27 +219,28 @@ def _keep_from_compiler(function: Any) -> None:
     function.__code__ = function.__code__.replace(co_filename=f"<frozen importlib.{NAME}>")
 
 
-def collectives() -> dict[str, list[Any]]:
-    """Read the flight recorder: group -> [collectives that this rank has begun, that have ended, the last in words]."""
+def collectives(since: int = 0) -> dict[str, list[Any]]:
+    """Read the flight recorder: group -> [collectives that this rank has begun, that have ended, the last in words].
+    since: of groups with a collective after this time, in nanoseconds."""
     from torch._C import _distributed_c10d as c10d
 
     progress: dict[str, list[Any]] = {}
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(c10d, name, None)
-        found = latest(json.loads(dump(True, False))) if dump is not None else {}
+        found = latest(json.loads(dump(True, False)), since) if dump is not None else {}
         for group, one in found.items():  # a group with two backends is in both
             progress[group] = max(one, progress.get(group, one), key=lambda item: item[0])
     return dict(list(progress.items())[-MOST_GROUPS:])
 
 
-def latest(trace: dict[str, Any]) -> dict[str, list[Any]]:
+def latest(trace: dict[str, Any], since: int = 0) -> dict[str, list[Any]]:
     """Return the progress in each group of a flight recorder's trace. A group that was made again under the same name
     has a higher id and counts from 1, so only the newest of that name counts."""
     found: dict[str, tuple[tuple[int, int], list[Any]]] = {}
     for entry in trace.get("entries", ()):
         (group, about), number = entry["process_group"], entry["collective_seq_id"]
         order = entry["pg_id"], number
-        if entry["is_p2p"] or (group in found and order < found[group][0]):
+        if entry["is_p2p"] or entry.get("time_created_ns", 0) < since or (group in found and order < found[group][0]):
             continue
         status = trace.get("pg_status", {}).get(str(entry["pg_id"]), {})
         called = f" of {about}" if about not in ("", "undefined") else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -168,9 +168,10 @@ def wrong_sum(told: Findings, precision: float, parts: bool) -> set[int]:
     return {of for of, each in told.sums.items() if not abs(each.after - sent) <= most}
 
 
-def spoilt_by(damaged: Iterable[tuple[int, int]]) -> Verdict:
+def spoilt_by(damaged: Iterable[tuple[int, int]], node_of: Callable[[int], int] = lambda replica: replica) -> Verdict:
     """Judge what did not arrive as it was sent, (sender, receiver): a replica is the culprit if all of it was sent or
-    received by that one alone; by one pair alone, it may be either of them or what is between them.
+    received by that one alone; by one pair alone, it may be either of them or what is between them. So it may be if all
+    the others are on one other node.
 
     >>> sorted(spoilt_by([(1, 2), (1, 0)]).culprits), sorted(spoilt_by([(1, 2)]).among)
     ([1], [1, 2])
@@ -178,7 +179,9 @@ def spoilt_by(damaged: Iterable[tuple[int, int]]) -> Verdict:
     pairs = [frozenset(pair) for pair in damaged]
     among = frozenset[int]().union(*pairs)
     common = frozenset.intersection(*pairs) if pairs else among
-    return Verdict("link", common if len(common) == 1 else frozenset(), among)
+    own, others = ({node_of(one) for one in some} for some in (common, among - common))
+    proven = len(common) == 1 and (len(others) > 1 or others == own)
+    return Verdict("link", common if proven else frozenset(), among)
 
 
 def agree(told: Findings, tolerance: float) -> bool:

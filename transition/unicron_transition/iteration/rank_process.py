@@ -45,6 +45,11 @@ class Process:
         self.unblocker = Unblocker(self.aborter.abort)
         self.watch = Watch(self.slot, self.unblocker.unblock)
         self._pulse: Pulse | None = None
+        self._quiet_since = self._asked = 0.0
+        self.groups_since = 0
+        """When this rank has entered its generation, in nanoseconds: groups before it had the same names."""
+        self.iteration_takes: Callable[[], float] = lambda: math.inf
+        """Returns the usual seconds of the iteration under way; infinite between two, when nothing may ask torch."""
         injector.break_connections = self.unblocker.unblock
         self.channel = RankChannel.from_environment(self.watch.on_message)
         if self.channel is not None:
@@ -54,9 +59,6 @@ class Process:
                 gloo.abandon_lost_messages(lambda: self.watch.disturbed(True))
                 self._pulse = Pulse(self.unblocker.own)
             self.channel.on_quiet = self._quiet
-        self._quiet_since = self._asked = 0.0
-        self.iteration_takes: Callable[[], float] = lambda: math.inf
-        """Returns the usual seconds of the iteration under way; infinite between two, when nothing may ask torch."""
 
     def _quiet(self, fresh: bool) -> CollectiveProgress | None:
         now = time.monotonic()
@@ -73,7 +75,8 @@ class Process:
             return {}
         self._asked = now
         # Names of the generation's groups end with their members; a script's own may mean other groups elsewhere.
-        return {name: (begun, ended, words) for name, (begun, ended, words) in collectives().items() if "." in name}
+        found = collectives(self.groups_since)
+        return {name: (begun, ended, words) for name, (begun, ended, words) in found.items() if "." in name}
 
     @property
     def device(self) -> torch.device:

@@ -18,7 +18,7 @@ from unicron_transition.iteration.accumulation import Accumulation, PeerLost
 from unicron_transition.iteration.audits import Verdict
 from unicron_transition.iteration.exchange import Exchange
 from unicron_transition.session.member import Member
-from unicron_transition.snapshot.tensor_transfer import checksum, send
+from unicron_transition.snapshot.tensor_transfer import PIECE, checksum, send
 
 SHIFTS = (1, 2)  # two others take what each sends, so that a unit is told from a link
 
@@ -30,6 +30,8 @@ def explain(verdict: Verdict, member: Member, exchange: Exchange, gradients: Acc
     try:
         found = search(member, exchange, gradients.own_sum())
     except (PeerLost, RuntimeError):  # all go back all the same
+        if not member.watch.lost():
+            raise  # of this rank alone, as when there is no memory: the others wait for it
         return verdict
     return found if found.among else verdict
 
@@ -69,7 +71,7 @@ def search(member: Member, exchange: Exchange, tensors: Iterable[torch.Tensor]) 
         for source in range(replicas)
         if told[row * replicas + source] > 0
     ]
-    return audits.spoilt_by(damaged)
+    return audits.spoilt_by(damaged, lambda replica: member.node_of(member.members[replica * member.layout.size]))
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,10 @@ class _Ends:
 
     def pass_on(self, tensor: torch.Tensor) -> bool:
         """Send the tensor, and receive one of its size; returns whether that one is what was sent."""
-        whole = tensor.detach().reshape(-1)
+        flat = tensor.detach().reshape(-1)
+        return all([self._pass_on_piece(each) for each in flat.split(PIECE // tensor.itemsize)])
+
+    def _pass_on_piece(self, whole: torch.Tensor) -> bool:
         sent, received = whole.clone(), torch.empty_like(whole)
         flips.before_reduce(sent)
         sums, theirs = checksum(whole), torch.zeros(2, dtype=torch.int64)

@@ -71,10 +71,14 @@ class Member:
         """This rank's data-parallel rank."""
         return replica_of(self.members, self.layout.size, self.slot)
 
+    def node_of(self, slot: int) -> int:
+        """Return the number of the slot's node."""
+        return slot // self._ranks_per_node
+
     @property
     def nodes(self) -> int:
         """The nodes of the generation."""
-        return max(1, len({slot // self._ranks_per_node for slot in self.members}))
+        return max(1, len({self.node_of(slot) for slot in self.members}))
 
     @property
     def slots(self) -> list[int]:

@@ -229,7 +229,6 @@ class Training:
     # ------------------------------------------------------------ an iteration
     def _train_iteration(self) -> StepResult:
         began = time.perf_counter()
-        self._commit_seconds = 0.0
         self._agreed_offer, self._committed, self._disturbed = None, False, False
         self._saving.begin_iteration()
         self._trials.begin_iteration()
@@ -430,7 +429,7 @@ class Training:
                 raise _Again from error
 
     def _step(self, began: float) -> StepResult:
-        stepping = time.perf_counter()
+        stepping, self._commit_seconds = time.perf_counter(), 0.0
         succeeded, grad_norm, _ = self._optimizer.step()
         self._commit()  # an overflow skips the step, and the commit in it
         if self._scheduler is not None and succeeded:
@@ -588,6 +587,7 @@ class Training:
 
     def _take_up_plan(self, plan: Plan, newcomer: bool) -> None:
         """Start to use the groups of `plan`, and take the training state if this rank lacks it."""
+        self._process.groups_since = time.time_ns()
         self._gradients.adopt_groups()
         if self._member.inside:
             self._local.note_has_state()

@@ -138,7 +138,7 @@ class Trials:
                 "by itself: the sums of its gradients are not finite; check the links between the nodes"
             )
         dropped = marks.to_drop()
-        if not dropped and trial.tries == TRIES_OF_A_SUM and self.can_go_back():
+        if not dropped and trial.tries >= TRIES_OF_A_SUM and self.can_go_back():
             verdict = link_search.search(self._member, self._exchange, self._gradients.own_sum())
             if verdict.culprits:
                 raise CorruptState(verdict)

@@ -107,6 +107,15 @@ def test_beside_a_newcomer_a_survivor_is_named_within_five_iterations_and_the_ne
     assert named == 1 and culprit.slot == slow
 
 
+def test_a_newcomer_that_still_compiles_in_the_next_generation_is_no_survivor_of_it():
+    watch = Stragglers()
+    feed(watch, rows(4, 300, noisy))
+    watch.clear({0, 1, 2})
+    feed(watch, compiling(rows(4, 3, noisy, seed=2), [3]))
+    watch.clear({0, 1, 2, 3})
+    assert feed(watch, rows(4, 6, noisy, slow={3: TWICE}, seed=3)) == (0, None)
+
+
 def test_a_newcomer_that_stays_slow_is_named_after_its_own_grace():
     watch = Stragglers()
     feed(watch, rows(4, 300, noisy))

@@ -173,6 +173,13 @@ def test_sends_and_receives_are_no_collectives(enqueued, completed, ended):
     assert found == {"mesh.1.0.1": [5, ended, "gloo:all_reduce [[4]]"]}
 
 
+def test_a_group_that_was_made_before_a_generation_says_nothing_of_it():
+    """A rank that has not come to the first collective of the new one has old numbers under the same name only."""
+    entry = {"process_group": ["alike.0.2", "undefined"], "pg_id": 2, "collective_seq_id": 500, "is_p2p": False}
+    entry |= {"profiling_name": "gloo:all_reduce", "input_sizes": [[4]], "time_created_ns": 7}
+    assert counters.latest({"entries": [entry]}, 8) == {} != counters.latest({"entries": [entry]}, 7)
+
+
 def test_a_group_made_again_counts_from_one_and_is_called_by_its_description():
     """Asked of the real recorder: it keeps the first group's collectives, under the same name."""
     code = """if True:

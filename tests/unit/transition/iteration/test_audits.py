@@ -161,6 +161,11 @@ def test_who_spoils_all_that_it_sends_or_receives_is_told_from_a_link(damaged, c
     assert spoilt_by(damaged) == Verdict("link", frozenset(culprits), frozenset(among))
 
 
+@pytest.mark.parametrize(("nodes", "culprits"), [("ABB", set()), ("ABC", {0}), ("AAB", {0}), ("AAA", {0})])
+def test_one_replica_is_not_told_from_the_only_other_node(nodes, culprits):
+    assert spoilt_by([(1, 0), (2, 0)], lambda replica: ord(nodes[replica])).culprits == culprits
+
+
 def test_a_sum_of_an_overflow_is_left_to_the_scaler():
     overflow = Weights(math.inf, math.inf, math.inf)
     assert wrong_sum(Findings({}, {}, {}, {0: overflow, 1: Weights(1.0, 1.0, math.inf)}), 2.0**-23, False) == set()
