@@ -102,7 +102,7 @@ class Stragglers:
         what is known of the job's noise. survivors: slots whose processes had trained before, with no more
         micro-batches than now, and beside no newcomer: they need no time to compile, and their noise is known."""
         self._before = (self._slots, self._known) if self._slots else self._before
-        self._survivors = frozenset(survivors) & self._seasoned()
+        self._survivors = frozenset(survivors) & self._veterans()
         self._slots = ()
         self._groups: list[list[int]] = []
         self._entered: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
@@ -117,7 +117,7 @@ class Stragglers:
         self._known = None
         self._unlearned = 0
 
-    def _seasoned(self) -> frozenset[int]:
+    def _veterans(self) -> frozenset[int]:
         """Return the slots whose ranks have had their time to compile: a newcomer of the last generation may not."""
         if not self._slots or self._to_skip:
             return self._survivors
