@@ -281,7 +281,7 @@ def _report_hang(
     culprits = _past_limit(least, limits, waited)
     if least and not culprits:
         return  # those that are behind have longer limits
-    if _recorder_may_tell(job, culprits) and waited < max(limits[one.slot][0] for one in culprits) + RECORDER_SECONDS:
+    if _recorder_may_tell(job, culprits, limits, waited):
         return
     usual = f", the usual is {times.monitor.average:.3f} s" if times.monitor.average else ""
     long = f"iteration {iteration} runs for {took:.2f} s{usual}"
@@ -309,10 +309,12 @@ def _report_hang(
     watch.since, watch.overdue = view.now, None
 
 
-def _recorder_may_tell(job: JobView, culprits: Sequence[Laggard]) -> bool:
+def _recorder_may_tell(job: JobView, culprits: Sequence[Laggard], limits: Mapping[int, Limit], waited: float) -> bool:
     """Whether several ranks of a replica are equally far, and some have not said yet how far their collectives are: the
     others of the replica wait for one of them."""
     if job.replica == 1 or not job.state.mode.reports or len(culprits) < 2:
+        return False
+    if waited >= max(limits[one.slot][0] for one in culprits) + RECORDER_SECONDS:
         return False
     statuses = [job.status(one.slot) for one in culprits]
     return any(status is not None and not status.collectives for status in statuses)
