@@ -18,7 +18,7 @@ PLACES = {
     "forward:0:once": "the output of",
     "gradient:0:once": "the gradient of",
     "wire:0:once": "what is sent into",
-    "weight:0": r"\w+\.\w+",
+    "weight:0": r"[\w.]+,",
     "moment:0": r"\w*avg\w*",
     "memory:0": r"\S+\.image",
     "file:0": r"(?!state-)\S+\.image",
