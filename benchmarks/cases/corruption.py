@@ -17,7 +17,7 @@ import msgspec
 
 from benchmarks.corruption import campaign, cost, healthy
 from benchmarks.corruption.campaign import CLASSES, KINDS, ONCE, Outcome
-from benchmarks.report import Report
+from benchmarks.report import Report, quartiles
 from unicron_detector.chaos.inject import UNITS
 
 
@@ -173,14 +173,14 @@ def costs(sizes: Sizes, report: Report) -> None:
         found = cost.blocks(sizes.ranks, each_rank, device, DENSE, compare, sizes.pairs, each)
         title = f"M={compare}, {each_rank} micro-batch(es) a rank"
         report.details[title] = dict(found)
+        on, off = found[cost.ON], found[cost.OFF]
         ratios = {
-            "time": [on.wall / off.wall for on, off in zip(found[cost.ON], found[cost.OFF], strict=True)],
-            "CPU time": [on.ranks / off.ranks for on, off in zip(found[cost.ON], found[cost.OFF], strict=True)],
+            "time": quartiles([block.wall for block in on], [block.wall for block in off]),
+            "CPU time": quartiles([block.ranks for block in on], [block.ranks for block in off]),
         }
-        seconds = statistics.median(block.wall for block in found[cost.OFF])
+        seconds = statistics.median(block.wall for block in off)
         report.text(f"{title}: {sizes.pairs} pairs, iterations of {1e3 * seconds:.0f} ms without checks")
-        for what, each_pair in ratios.items():
-            low, middle, high = statistics.quantiles(each_pair, n=4)
+        for what, (low, middle, high) in ratios.items():
             report.text(f"{what} with checks / without at N={DENSE}: {middle:.4f} (quartiles {low:.4f} to {high:.4f})")
             usual = 1.0 + (middle - 1.0) * DENSE / USUAL
             report.figure(f"{what} with checks / without at N={USUAL}, {title}", usual, "", most=MOST_COST)

@@ -25,6 +25,12 @@ def stands_out(world: World, node: str = "n2", job: str = "") -> None:
     world.core.append(job, 0, record)
 
 
+def were_sound(world: World, count: int) -> None:
+    """So many nodes stood out before, and passed their tests."""
+    for _ in range(count):
+        world.core.append("", 0, records.PairTest("n1", "good", "odd", reason="test"))
+
+
 def suspected(world: World, node: str = "n2") -> None:
     world.core.append("", 0, records.NodeAvoided(0, node, suspect=True, reason=f"job 9 leaves {node}"))
 
@@ -141,8 +147,7 @@ def test_a_test_that_settles_nothing_is_made_again_later(found):
 
 def test_what_tests_have_found_decides_whether_another_is_worth_it():
     world = cluster()
-    for _ in range(50):
-        world.core.append("", 0, records.PairTest("n1", "good", "odd", reason="test"))
+    were_sound(world, 50)
     stands_out(world)
     world.run(10 * IDLE_SECONDS)
     assert not world.pair_tests, "in 50 tests such evidence was right in none"
@@ -153,8 +158,7 @@ def test_what_tests_have_found_decides_whether_another_is_worth_it():
 
 def test_what_tests_have_found_counts_half_after_four_weeks():
     world = cluster()
-    for _ in range(30):
-        world.core.append("", 0, records.PairTest("n1", "good", "odd", reason="test"))
+    were_sound(world, 30)
     stands_out(world)
     world.run(2 * IDLE_SECONDS)
     assert not world.pair_tests, "in 30 tests such evidence was right in none"
